@@ -1,7 +1,7 @@
-"""The index of a corpus: which documents there are and how long they are, wherever their tokens come from.
+"""The index of a corpus: its documents and their lengths, wherever the tokens come from.
 
-Opening takes the same time at any size: the header and the ends of the arrays are checked, no array is scanned. What
-lies between is checked where it is used, and as a whole when the fingerprint is computed.
+Opening takes the same time at any size: it checks the header and the ends of the arrays, and scans none. Everything in
+between is checked when it is used, and all of it when the fingerprint is computed.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
 
 
 class IndexedDocuments(BaseSource):
-    """Documents whose lengths stand in an .idx. Safe to share between threads, to fork and to pickle: opened again.
+    """Documents whose lengths are in an .idx. Safe to share between threads, to fork and to pickle (it is reopened).
 
-    A document is all sequences between two of the boundaries in the .idx. (Megatron's ``GPTDataset`` takes every
-    sequence for a document of its own; corpora of one sequence a document, what its ``preprocess_data.py`` writes
-    unless it splits sentences, are the same either way.)
+    A document is all sequences between two boundaries in the .idx. (Megatron's ``GPTDataset`` treats every sequence as
+    a document. For corpora with one sequence per document, which its ``preprocess_data.py`` writes unless it splits
+    sentences, this makes no difference.)
 
     Args:
         path: common prefix of the files, or one of them.
@@ -54,7 +54,7 @@ class IndexedDocuments(BaseSource):
         SetupError: no permission, or too many open files.
     """
 
-    #: the suffix of the file beside the .idx that says what the tokens are.
+    #: the suffix of the file beside the .idx that determines the tokens.
     suffix: ClassVar[str]
 
     def __init__(self, path: str | Path) -> None:
@@ -76,7 +76,7 @@ class IndexedDocuments(BaseSource):
         self._boundaries: Int64Array = np.frombuffer(data, "<i8", header.documents + 1, header.boundaries_at)
         #: the table of blocks that `document_lengths` fills.
         self._blocks: npt.NDArray[np.uint8] | None = None
-        #: bytes of all tokens.
+        #: size of all tokens in bytes.
         self._token_bytes = self._check_ends()
         self._spans = self._open_spans()
 
@@ -86,7 +86,7 @@ class IndexedDocuments(BaseSource):
 
     @property
     def tokens_path(self) -> Path:
-        """The path of the file beside the .idx that says what the tokens are."""
+        """The path of the file beside the .idx that determines the tokens."""
         return self.prefix.with_name(self.prefix.name + self.suffix)
 
     def _look_at(self, file: Path) -> os.stat_result:
@@ -108,7 +108,7 @@ class IndexedDocuments(BaseSource):
         return self._identity.idx.size
 
     def read_page_by_page(self) -> None:
-        """Let a look-up in the .idx read one page of it from the disk, and not 128 KiB around it."""
+        """Make a look-up in the .idx read one page from the disk, rather than 128 KiB around it."""
         self._is_read_page_by_page = True
         self._advise("MADV_RANDOM")
 
@@ -118,7 +118,7 @@ class IndexedDocuments(BaseSource):
 
     @contextlib.contextmanager
     def _read_through(self) -> Iterator[None]:
-        """The .idx is read from one end to the other."""
+        """Advise the kernel that the .idx is read from start to end."""
         if not self._is_read_page_by_page:
             yield
             return
@@ -205,7 +205,7 @@ class IndexedDocuments(BaseSource):
         return out
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
-        """The tokens of each document that are trained; None if the corpus has no .spans, and all are.
+        """Which tokens of each document are trained; None if the corpus has no .spans: all are.
 
         Raises:
             IndexError: an id is not in [0, len).
@@ -226,15 +226,14 @@ class IndexedDocuments(BaseSource):
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
         """The fingerprint of documents start to stop.
 
-        The first time, the .idx is read once and checked entirely, and so is the .spans if there is one; a few windows
-        of the tokens are read (see `megaresume.data.source`), and the result is cached beside the corpus (see
-        `megaresume.data.sidecar`); later it costs nothing while the files are untouched. With many processes, let
-        one compute it first.
+        The first time, this reads and checks the whole .idx, and the .spans if there is one, reads a few windows of
+        tokens (see `megaresume.data.source`), and caches the result beside the corpus (see `megaresume.data.sidecar`).
+        After that it is free while the files are unchanged. With many processes, let one compute it first.
 
         Args:
             start: first document.
             stop: one after the last.
-            recompute: ignore the cache (and renew it).
+            recompute: ignore the cache, and rewrite it.
 
         Raises:
             CorpusError: the .idx is damaged somewhere in the range, or a file changes while it is read.
@@ -271,15 +270,15 @@ class IndexedDocuments(BaseSource):
             return contents_hash(documents, lambda ids: self.lengths(start + ids), read, mapped=mapped)
 
     def long_documents(self, piece: int) -> LongDocuments:
-        """The documents that are longer than a piece of so many tokens; of a large corpus kept beside it."""
+        """The documents longer than a piece of this many tokens; for a large corpus, cached beside it."""
         with self._read_through():
             return sidecar.kept_list(self, self.prefix, self._identity.idx, piece)
 
     def _unchanged(self, opened: CorpusIdentity) -> CorpusIdentity:
-        """The files as they are now, which must be those that were opened.
+        """The files as they are now; they must be the ones that were opened.
 
         Raises:
-            CorpusError: one was removed or replaced.
+            CorpusError: a file was removed or replaced.
         """
         try:
             now = CorpusIdentity.of(self.prefix, self.suffix)
@@ -333,10 +332,10 @@ class IndexedDocuments(BaseSource):
 
 
 def reopened(kind: Callable[[Path], IndexedDocuments], prefix: Path, identity: CorpusIdentity) -> IndexedDocuments:
-    """The corpus that was pickled, not another one that has taken its place since.
+    """Reopen a pickled corpus, unless another one has taken its place.
 
     Raises:
-        CorpusError: it changed: what a worker would plan or read is not what its parent does.
+        CorpusError: it changed: a worker would plan or read something other than its parent.
     """
     source = kind(prefix)
     source._unchanged(identity)

@@ -1,7 +1,7 @@
-"""The files that `megaresume prepare` reads: which, in which order, of which format.
+"""The files that `megaresume prepare` reads: which ones, in which order, in which format.
 
-Below a directory: those that match a pattern, through links, each directory once; or the files of a dataset of
-Hugging Face. Shards: braces, wildcards, directories of Energon, URLs.
+In a directory: the files that match a pattern, following links, each directory once; or the files of a Hugging Face
+dataset. Shards: braces, wildcards, Energon directories, URLs.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ TABLES = (".parquet", ".arrow")
 
 
 class RemoteReader(Protocol):
-    """The reader of object stores: `megaresume.data.shard_files.ShardFiles`."""
+    """Reads object stores: `megaresume.data.shard_files.ShardFiles`."""
 
     def identity(self, path: str) -> str:
-        """An identity that changes when the file is written again: its bytes, a colon, and what the store has."""
+        """An identity that changes when the file is written again: its bytes, a colon, the store's stamp."""
         ...
 
     def check_ranges(self, path: str, size: int) -> None:
-        """Refuse a server that sends whole files where a range is asked for."""
+        """Refuse a server that sends whole files when asked for a range."""
         ...
 
     def scan(self, path: str, size: int) -> io.RawIOBase:
-        """The file, to be read."""
+        """The file, opened for reading."""
         ...
 
 
@@ -64,30 +64,30 @@ class InputFile:
 
     path: Path
     format: Format
-    #: bytes, as on disk.
+    #: size in bytes, as on disk.
     size: int
     mtime_ns: int = 0
-    #: on an object store: the URL, what changes there if it is written again, and what reads it.
+    #: if it is on an object store: the URL, an identity that changes when it is written again, and its reader.
     url: str | None = None
     identity: str = ""
     store: RemoteReader | None = field(default=None, compare=False, repr=False)
-    #: the key of the text or the messages in its rows, if it has an unusual name.
+    #: the key of the text or the messages in its rows, if it is an unusual one.
     key: str | None = field(default=None, compare=False)
-    #: device and number of a local file.
+    #: device and inode of a local file.
     inode: tuple[int, int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        """The name, for people, and to find the file again."""
+        """The path or URL, to show to people and to find the file again."""
         return self.url or str(self.path)
 
     @property
     def compressed(self) -> bool:
-        """Whether the file is compressed by its name, or CSV: it cannot be read from the middle on."""
+        """Whether the file is compressed, judging by its name, or CSV: it cannot be read from the middle."""
         return self.path.suffix in (*COMPRESSIONS, *TABLES) or self.format == "csv"
 
     def to_dict(self) -> dict[str, object]:
-        """The members by which a rerun knows that it is still the same file; plain JSON."""
+        """The fields by which a rerun recognizes the file; plain JSON."""
         changes = {"mtime_ns": self.mtime_ns} if self.url is None else {"identity": self.identity}
         return {"path": self.name, "format": self.format, "size": self.size, **changes}
 
@@ -97,7 +97,7 @@ class Inputs:
     """The files to read."""
 
     files: list[InputFile]
-    #: links to what is read already, by another path.
+    #: links to files or directories that are already read under another path.
     linked_twice: list[Path]
 
 
@@ -109,21 +109,21 @@ def find_inputs(
     store: RemoteReader | None = None,
     repeats: bool = False,
 ) -> Inputs:
-    """Files in the order given; the files of a directory that match, sorted by their path in it.
+    """Files in the order given; within a directory, the files that match, sorted by path.
 
-    In a directory, whatever has no suffix of JSON lines is text: source code is. Names that begin with a dot are
-    left out. Links to files and to directories are followed, each directory is read once.
+    In a directory, any file without a suffix of JSON lines counts as text, such as source code. Names that begin with a
+    dot are skipped. Links to files and to directories are followed, each directory is read once.
 
     Args:
         paths: files and directories.
         glob: for directories, with ``**`` for any depth.
         format: for all files, whatever their names.
         store: reads URLs.
-        repeats: a file that is named twice is read twice.
+        repeats: read a file twice if it is given twice.
 
     Raises:
-        UsageError: nothing there, an unknown suffix, a directory without a match, a file that is named twice.
-        CorpusError: a link that leads nowhere, a directory that cannot be read.
+        UsageError: no such file, an unknown suffix, a directory without a match, a file given twice.
+        CorpusError: a broken link, a directory that cannot be read.
     """
     inputs, linked_twice = [], []
     for named in paths:
@@ -166,7 +166,7 @@ def _input(path: Path, format: Format) -> InputFile:
 
 
 def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
-    """Find paths that lead to one file; hard links are files of their own."""
+    """Find paths that lead to the same file; hard links count as separate files."""
     of_one: dict[object, list[InputFile]] = {}
     for file in inputs:
         of_one.setdefault(file.url or file.inode, []).append(file)
@@ -178,7 +178,7 @@ def _same(inputs: Sequence[InputFile]) -> list[list[InputFile]]:
 
 
 def _links_of(below: Sequence[InputFile]) -> list[InputFile]:
-    """The links among the files of a directory to others of them."""
+    """The links to other files of the same directory."""
     linked = []
     for same in _same(below):
         kept = next((file for file in same if not file.path.is_symlink()), same[0])
@@ -200,7 +200,7 @@ def _check_once(inputs: Sequence[InputFile]) -> None:
 
 
 def _remote(url: str, format: Format, store: RemoteReader) -> InputFile:
-    """A file of an object store.
+    """A file in an object store.
 
     Raises:
         CorpusError, SetupError: it is not there, or the store does not answer.
@@ -211,7 +211,7 @@ def _remote(url: str, format: Format, store: RemoteReader) -> InputFile:
 
 
 def is_text(path: str) -> bool:
-    """Whether it is named as text or rows are."""
+    """Whether its name is that of a text file or of rows."""
     return _format(Path(path)) is not None
 
 
@@ -235,18 +235,18 @@ def _format(path: Path) -> Format | None:
 
 
 def _files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]:
-    """Files that match, sorted by their path; and links to directories that are read already, by another path.
+    """Files that match, sorted by path; and links to directories that are already read under another path.
 
-    Names that begin with a dot are left out. The directories proper are gone through first, so that a link to one of
-    them is what is left out, and so is a link to a directory that it is in, which would lead round forever.
+    Names that begin with a dot are skipped. Real directories are visited first, so that a link to one of them is what
+    gets skipped, as does a link to a parent directory, which would never end.
 
     Args:
         directory: where to look.
         pattern: of paths in it, with ``**`` for any depth.
 
     Raises:
-        UsageError: the pattern is none.
-        CorpusError: a link that matches leads nowhere; a directory cannot be read.
+        UsageError: the pattern is invalid.
+        CorpusError: a matching link is broken; a directory cannot be read.
     """
     wanted = _parts(pattern)
     files: list[Path] = []
@@ -262,7 +262,7 @@ def _files_below(directory: Path, pattern: str) -> tuple[list[Path], list[Path]]
         seen.add((found.st_dev, found.st_ino))
         for entry in _entries(here):
             path = here / entry.name
-            # Not by the entry: of a link to itself it raises.
+            # Not `entry.is_dir()`, which raises for a link to itself.
             if path.is_dir() if entry.is_symlink() else entry.is_dir():
                 (links if entry.is_symlink() else waiting).append(path)
             elif _matches(path.relative_to(directory).parts, wanted):
@@ -305,7 +305,7 @@ def _parts(pattern: str) -> tuple[str, ...]:
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
-    """Whether a path matches, name by name; ``**`` stands for any number of directories."""
+    """Whether a path matches, name by name; ``**`` matches any number of directories."""
     if not pattern or not names:
         return not pattern and not names
     if pattern[0] == "**":
@@ -315,11 +315,11 @@ def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _saved_dataset(directory: Path) -> list[Path] | None:
-    """The files of a dataset that ``save_to_disk`` wrote, in its order; None if the directory holds none.
+    """The files of a dataset that ``save_to_disk`` wrote, in its order; None if there is none.
 
     Raises:
         UsageError: several datasets.
-        CorpusError: rows were selected or moved without being written; a file is missing.
+        CorpusError: rows were selected or reordered without being written; a file is missing.
     """
     if (directory / "dataset_dict.json").is_file():
         splits = json.loads((directory / "dataset_dict.json").read_bytes())["splits"]
@@ -350,27 +350,27 @@ _SUFFIXES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 
 
 def is_shards(path: str | os.PathLike[str]) -> bool:
-    """Whether an input is meant as tar shards (compressed ones too: they are refused by name later)."""
+    """Whether an input means tar shards (also compressed ones, which are refused by name later)."""
     return os.fspath(path).endswith(_SUFFIXES) or is_energon(path)
 
 
 def is_index(path: str | os.PathLike[str]) -> bool:
-    """Whether it is an index that ``megaresume prepare`` wrote of shards."""
+    """Whether it is an index of shards that ``megaresume prepare`` wrote."""
     return os.fspath(path).endswith(SUFFIX)
 
 
 def is_energon(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a directory that Energon has prepared."""
+    """Whether it is a directory prepared by Energon."""
     return not is_url(os.fspath(path)) and Path(path, META).is_dir()
 
 
 def expanded(path: str | os.PathLike[str]) -> str:
-    """A path or URL with ``$VARIABLES`` and ``~`` filled in; unknown ones stay as they are, to be seen in the error."""
+    """A path or URL with ``$VARIABLES`` and ``~`` expanded; unknown variables stay, so that the error shows them."""
     return os.path.expanduser(os.path.expandvars(os.fspath(path)))
 
 
 def join(base: str | os.PathLike[str], path: str) -> str:
-    """A path or URL relative to a directory or URL; one that is absolute stays."""
+    """A path or URL relative to a directory or URL; an absolute one is unchanged."""
     base = os.fspath(base)
     if "://" in path or os.path.isabs(path):
         return path
@@ -378,14 +378,14 @@ def join(base: str | os.PathLike[str], path: str) -> str:
 
 
 def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.PathLike[str] = ".") -> list[str]:
-    """The shards that patterns name, in the order given; those of a wildcard sorted.
+    """The shards that patterns match, in the order given; those of a wildcard sorted.
 
     Args:
         patterns: ``shards/pairs-{000000..000127}.tar``, ``shards/*.tar``, ``s3://bucket/pairs-{0..9}.tar``.
-        base: what relative ones are relative to.
+        base: the base of relative patterns.
 
     Raises:
-        UsageError: braces that do not close; one shard twice.
+        UsageError: unbalanced braces; a shard given twice.
         CorpusError: a wildcard that matches nothing.
     """
     shards: list[str] = []
@@ -398,8 +398,8 @@ def expand_shards(patterns: Sequence[str | os.PathLike[str]], base: str | os.Pat
 
 
 def check_distinct(shards: Sequence[str]) -> None:
-    """Raises UsageError: one shard twice."""
-    # By where they lead: another spelling or a link would train on every record twice.
+    """Raises UsageError: a shard given twice."""
+    # By what they resolve to: with another spelling or a link, every record would be trained twice.
     places = [path if is_url(path) else os.path.realpath(path.removeprefix("file://")) for path in shards]
     if len(set(places)) < len(places):
         twice = next(place for place, count in Counter(places).items() if count > 1)
@@ -415,7 +415,7 @@ def braces(pattern: str) -> list[str]:
     """Expand a pattern with braces, as a shell does.
 
     Raises:
-        UsageError: they do not close.
+        UsageError: unbalanced braces.
         SetupError: the library that expands them is missing.
     """
     if "{" not in pattern and "}" not in pattern:
@@ -433,7 +433,7 @@ def braces(pattern: str) -> list[str]:
 
 
 def portable(path: str, index: Path) -> str:
-    """The name of a shard in an index: relative to it if the shard lies below it, so that both can move."""
+    """The name of a shard in an index: relative if the shard is below the index's directory, so that both can move."""
     if "://" in path:
         return path
     absolute = Path(os.path.abspath(path))
@@ -442,7 +442,7 @@ def portable(path: str, index: Path) -> str:
 
 
 def resolved(path: str, index: Path) -> str:
-    """The place that an index means."""
+    """The path that an index refers to."""
     return join(os.path.abspath(index.parent), path)
 
 

@@ -1,9 +1,9 @@
-"""numba kernels over the arrays of an ``.idx``, and of ``.spans``. They release the GIL and allocate nothing.
+"""numba kernels over the arrays of an ``.idx`` and a ``.spans``. They release the GIL and allocate nothing.
 
 Arrays straight from an ``.idx`` are read-only and unaligned (its header has 34 bytes); numba handles both. Every value
-read from a file is checked before it is used as an index: a damaged file must end in an error, not in a crash.
-Nearly every corpus has one sequence a document, and then document d is sequence d: taking that case first lets the
-processor fetch both arrays at the same time instead of one after the other, twice as fast where memory is the limit.
+read from a file is checked before it is used as an index: a damaged file must cause an error, not a crash. In nearly
+every corpus each document is one sequence, so document d is sequence d: trying that case first lets the processor fetch
+both arrays at once instead of one after the other, which is twice as fast when memory is the bottleneck.
 Names of axes: n looked-up documents; D documents; S sequences.
 """
 
@@ -18,22 +18,22 @@ from megaresume.stream.compiled import compiled
 Array = np.ndarray[Any, Any]
 
 
-#: Documents of a block, in each of which every document is found once to be the sequence of its number; 2**n.
+#: Documents in a block, as a power of 2. A block is plain if each document was found to be the sequence of its number.
 BLOCK_SHIFT = 9
-#: Documents that are looked up together.
+#: Documents looked up together.
 TOGETHER = 256
-# What is known of a block: two bits, so that those of five million documents lie in the nearest cache.
+# What is known about a block: two bits, so that the table for five million documents fits the nearest cache.
 _UNKNOWN, _ASKED, _PLAIN, _NOT_PLAIN = 0, 1, 2, 3
 
 
 def unknown_blocks(documents: int) -> Array:
-    """A table in which nothing is known of any block: uint8[ceil(blocks / 4)]."""
+    """A table in which every block is unknown: uint8[ceil(blocks / 4)]."""
     return np.zeros((documents >> BLOCK_SHIFT + 2) + 1, np.uint8)
 
 
 @compiled
 def _look_into_block(block: int, known: int, boundaries: Array, sequences: int) -> int:
-    """The state of a block after another look. The first one reads nothing: a resume reads no more than it needs."""
+    """The state of a block after another look. The first look reads nothing: a resume reads no more than it needs."""
     if known == _UNKNOWN:
         return _ASKED
     first = block << BLOCK_SHIFT
@@ -45,9 +45,9 @@ def _look_into_block(block: int, known: int, boundaries: Array, sequences: int) 
 
 @compiled
 def _plain_lengths(ids: Array, documents: int, lengths: Array, blocks: Array, out: Array) -> bool:
-    """Look up documents that are all in blocks known to be plain. False if one is not, or a length cannot be.
+    """Look up documents that are all in plain blocks. False if one is not, or a length is impossible.
 
-    With nothing else in its loop the processor waits for dozens of lengths at a time, which are in no near cache.
+    With nothing else in the loop, the processor waits for dozens of lengths at once that are in no near cache.
     """
     plain = True
     for i in range(ids.shape[0]):
@@ -68,8 +68,7 @@ def _plain_lengths(ids: Array, documents: int, lengths: Array, blocks: Array, ou
 def document_lengths(ids: Array, boundaries: Array, lengths: Array, blocks: Array, out: Array) -> int:
     """Write the tokens of each document: ids int64[n], boundaries int64[D+1], lengths int32[S] to out int64[n].
 
-    ``blocks`` is `unknown_blocks` at first, and changed in place: where all documents of a block are sequences of the
-    same number, one random access is enough.
+    ``blocks`` starts as `unknown_blocks` and is updated in place: in a plain block, one random access is enough.
 
     Returns:
         -1, or the first position in ids whose document does not exist or has a damaged entry.
@@ -116,8 +115,7 @@ def document_starts(
 ) -> int:
     """Offset in tokens of each document in the .bin: ids int64[n] to out int64[n]; pointers int64[S], in bytes.
 
-    A token has 2 ** item_shift bytes.
-    What it returns is safe to copy from: start + length of the document lies within the .bin.
+    A token has 2 ** item_shift bytes. Results are safe to copy from: start + length of the document is within the .bin.
 
     Returns:
         -1, or the first position in ids whose document does not exist, has a damaged entry or is not contiguous.
@@ -168,7 +166,7 @@ def document_starts(
 def scan_documents(
     first: int, boundaries: Array, lengths: Array, pointers: Array, item_bytes: int, bin_bytes: int, out: Array
 ) -> int:
-    """Check documents first to first + len(out) in order and put their lengths into out int64[n].
+    """Check documents first to first + len(out) in order, and write their lengths to out int64[n].
 
     Returns:
         -1, or the number of the first document with a damaged entry.
@@ -197,8 +195,8 @@ def check_spans(bounds: Array, spans: Array, lengths: Array) -> int:
     """Check the spans of n documents: bounds int64[n + 1], spans int32[S, 2], lengths int64[n].
 
     Returns:
-        -1, or the first document whose spans are not in order, not within it, or touch; an empty one, of which it may
-        have one within it, is where the rejected half of a preference pair begins.
+        -1, or the first document whose spans are out of order, outside it, or touch. It may have one empty span inside
+        it, which marks where the rejected half of a preference pair begins.
     """
     for document in range(lengths.size):
         first, stop = bounds[document], bounds[document + 1]
@@ -208,7 +206,7 @@ def check_spans(bounds: Array, spans: Array, lengths: Array) -> int:
         pair = False
         for k in range(first, stop):
             halves = spans[k, 0] == spans[k, 1] and 0 < spans[k, 0] < lengths[document]
-            if halves:  # the span before and the one after may touch it
+            if halves:  # the spans before and after may touch it
                 if pair or spans[k, 0] < end:
                     return document
                 pair, end = True, np.int64(spans[k, 1]) - 1

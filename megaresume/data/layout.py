@@ -1,4 +1,4 @@
-"""The bytes of a corpus, for its reader and its writer: Megatron's ``.bin/.idx`` pair.
+"""The format of a corpus, Megatron's ``.bin/.idx`` pair, for reader and writer.
 
 The ``.bin`` holds the tokens of all sequences, one after another, and nothing else. The ``.idx`` (little-endian):
 
@@ -48,7 +48,7 @@ MAX_SEQUENCE_TOKENS = (1 << 31) - 1
 
 
 def prefix_of(path: str | Path) -> Path:
-    """The common part of the two paths: ``web_text_document`` for it, its ``.bin`` or its ``.idx``."""
+    """The common part of both paths, from it, the ``.bin`` or the ``.idx``: ``web_text_document``."""
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
@@ -73,26 +73,26 @@ class IndexHeader:
 
     @property
     def lengths_at(self) -> int:
-        """Where the lengths begin in the file, int32[sequences]."""
+        """Byte offset of the lengths, int32[sequences]."""
         return HEADER_BYTES
 
     @property
     def pointers_at(self) -> int:
-        """Where the pointers begin in the file, int64[sequences]."""
+        """Byte offset of the pointers, int64[sequences]."""
         return self.lengths_at + 4 * self.sequences
 
     @property
     def boundaries_at(self) -> int:
-        """Where the boundaries begin in the file, int64[documents + 1]."""
+        """Byte offset of the boundaries, int64[documents + 1]."""
         return self.pointers_at + 8 * self.sequences
 
     @property
     def modes_at(self) -> int:
-        """Where the modes begin in the file, int8[sequences], or where it ends."""
+        """Byte offset of the modes, int8[sequences], or the end of the file."""
         return self.boundaries_at + 8 * (self.documents + 1)
 
     def pack(self) -> bytes:
-        """The header as it stands in the file."""
+        """The header as bytes of the file."""
         code = next(code for code, dtype in DTYPES.items() if dtype == self.dtype)
         return _HEADER.pack(MAGIC, VERSION, code, self.sequences, self.documents + 1)
 
@@ -101,7 +101,7 @@ class IndexHeader:
         """Read and check a header against the size of its file, in bytes.
 
         Raises:
-            CorpusError: one for each kind of damage: too short, magic, version, dtype code, counts.
+            CorpusError: too short, or a bad magic, version, dtype code or counts, each with its own text.
         """
         interrupted = "a copy or the preprocessing was interrupted"
         newer = "a damaged file, or a format newer than this release"
@@ -148,18 +148,18 @@ _CHUNK = 1 << 20
 
 
 class IdxWriter:
-    """Writes the ``.idx`` of a corpus as its documents come, each a sequence. Its arrays grow side by side.
+    """Writes the ``.idx`` of a corpus while its documents come, one sequence each. Its arrays grow side by side.
 
     Args:
         file: open for writing, empty.
         dtype: of the tokens.
-        documents: how many there will be.
+        documents: the total number.
     """
 
     def __init__(self, file: BinaryIO, *, dtype: np.dtype[Any], documents: int) -> None:
         self._file, self._header = file, IndexHeader(dtype=dtype, sequences=documents, documents=documents)
         self._documents = 0
-        #: so far.
+        #: written so far.
         self.tokens = 0
         file.write(self._header.pack())
 

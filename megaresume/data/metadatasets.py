@@ -1,4 +1,4 @@
-"""Energon's metadatasets, which name a blend of data sets, as sources of a data config.
+"""Expands Energon's metadatasets, which describe a blend of data sets, into sources of a data config.
 
 A source of kind ``energon`` that names one of Energon's metadatasets becomes several sources of the blend:
 
@@ -7,12 +7,12 @@ A source of kind ``energon`` that names one of Energon's metadatasets becomes se
       becomes    sources: {pairs/coco: {kind: energon, path: coco, weight: 1/5},
                            pairs/coyo: {kind: energon, path: coyo, weight: 1/10}}
 
-    blend             the weights, times the weight of the source; what they count must be said (Energon: documents)
+    blend             the weights, times the weight of the source; their unit must be set (Energon: documents)
     blend_epochized   weights such that each data set is seen as often as its ``repetitions`` say
-    val, test         the data sets one after the other in Energon: weights by their sizes
+    val, test         Energon reads the data sets one after the other: weights by their sizes
 
-Weights of stages are shared out in the same way. What cannot be said in a data.yaml (join, aux, subset, other
-shuffles) is refused by name. ``subflavors`` are tags for a task encoder: they do not change what is read. Source:
+Weights of stages are distributed in the same way. Anything that a data.yaml cannot express (join, aux, subset, other
+shuffles) is refused by name. ``subflavors`` are tags for a task encoder and do not change what is read. Source:
 ``metadataset/metadataset{,_v2}.py`` of megatron-energon 7.4.
 """
 
@@ -34,7 +34,7 @@ from megaresume.stream.data_yaml import SOURCE_KEYS, parse_weight
 from megaresume.stream.errors import ConfigError
 from megaresume.stream.yaml_text import read_mapping
 
-#: keys of a reference that change nothing in what is read.
+#: keys of a reference that do not change what is read.
 _TAGS = ("subflavors", "subflavor")
 _REFERENCE = ("path", "split_part", "split_config", "dataset_config", *_TAGS)
 _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetitions"}
@@ -44,9 +44,9 @@ _BLENDS = {"blend": "weight", "datasets": "weight", "blend_epochized": "repetiti
 class _Leaf:
     """One data set of a metadataset."""
 
-    #: directory, relative to what the metadataset is relative to.
+    #: directory, relative to the base of the metadataset.
     path: str
-    #: Energon's name of the part of it.
+    #: Energon's name of the split part.
     part: str
     #: parts of the blend; under ``blend_epochized``, repetitions.
     weight: Fraction
@@ -62,15 +62,15 @@ def is_metadataset(path: object) -> bool:
 def expand_metadatasets(
     data: Mapping[str, Any], base_dir: str | os.PathLike[str], part: str = "train"
 ) -> dict[str, Any]:
-    """A data config without metadatasets: each is replaced by its data sets, in place; the rest is as it was.
+    """A data config with each metadataset replaced by its data sets, in place.
 
     Args:
         data: the mapping of a data.yaml, not checked yet.
-        base_dir: what its paths are relative to.
+        base_dir: the base of its paths.
         part: train, valid or test: which split of the metadatasets.
 
     Raises:
-        ConfigError: a metadataset that is missing, or says something that cannot be said here.
+        ConfigError: a metadataset that is missing, or has settings with no equivalent here.
         CorpusError: sizes are needed, and the index of a data set is missing.
     """
     sources = data.get("sources")
@@ -95,7 +95,7 @@ def expand_metadatasets(
 
 
 def index_files(path: str | os.PathLike[str], directory: Path) -> dict[str, Path]:
-    """Every data set that a metadataset reaches -> its index in a directory, as ``index:`` of the source names it."""
+    """Every data set that a metadataset reaches -> its index in a directory, as in ``index:`` of the source."""
     path = os.fspath(path)
     splits = _splits(path)
     leaves = [leaf for split in splits for leaf in _leaves(path, split, "metadataset")[1]]
@@ -107,7 +107,7 @@ def index_files(path: str | os.PathLike[str], directory: Path) -> dict[str, Path
 def _entries(
     name: str, entry: Mapping[str, Any], base_dir: str, part: str, unit: str | None
 ) -> dict[str, tuple[Fraction, dict[str, Any]]]:
-    """Name -> (share of the weight of the source, options)."""
+    """Name -> (share of the source's weight, options)."""
     path = expanded(entry["path"])
     full = join(base_dir, path)
     kind, leaves = _leaves(full, OUR_PARTS[part], name)
@@ -153,7 +153,7 @@ def _entries(
 
 
 def _leaves(path: str, split: str, name: str, within: tuple[str, ...] = ()) -> tuple[str, list[_Leaf]]:
-    """The mix of the data sets of a split (``blend`` or ``blend_epochized``), and the data sets."""
+    """How a split mixes its data sets (``blend`` or ``blend_epochized``), and the data sets."""
     if path in within:
         raise _refused(path, "itself, by way of " + " and ".join(within), "no circle", name)
     node = _splits(path).get(split)
@@ -195,7 +195,7 @@ def _reference(
     name: str,
     within: tuple[str, ...],
 ) -> Iterator[tuple[str | None, _Leaf]]:
-    """(how an inner metadataset mixes, data set) for what one entry names."""
+    """(how an inner metadataset mixes, data set) for each data set of an entry."""
     target = entry.get("path")
     if not isinstance(target, str) or not target:
         raise _refused(path, f"{dict(entry)!r:.80}", "path: of a data set or a metadataset", name)
@@ -271,7 +271,7 @@ def _epochs(max_epochs: Any, leaf: _Leaf, name: str) -> int:
 
 
 def _unit(data: Mapping[str, Any]) -> str | None:
-    """The unit of the blend; None if the config does not say it."""
+    """The unit of the blend; None if not set."""
     blend = data.get("blend")
     return str(blend["unit"]) if isinstance(blend, Mapping) and "unit" in blend else None
 
@@ -291,7 +291,7 @@ def _stage(stage: Any, shares: Mapping[str, Mapping[str, Fraction]]) -> Any:
 
 
 def _names(paths: Sequence[str], metadataset: str) -> list[str]:
-    """Names of data sets that do not depend on where the metadataset lies: they key the order of each."""
+    """Names of data sets that do not depend on the metadataset's location: they key the order of each."""
     return source_names([os.path.relpath(path, os.path.dirname(metadataset) or ".") for path in paths])
 
 

@@ -1,6 +1,6 @@
-"""Sources that are not files of a corpus: any Python object, and ``kind: items``, which knows items by number alone.
+"""Sources that are not files of a corpus: any Python object, and ``kind: items``, which only knows the item numbers.
 
-Of an object ``__len__``, ``length(i)`` and ``get(i)`` are enough:
+An object needs ``__len__``, ``length(i)`` and ``get(i)``:
 
     class Lines:
         def __init__(self, lines): self.lines = lines
@@ -9,8 +9,8 @@ Of an object ``__len__``, ``length(i)`` and ``get(i)`` are enough:
         def get(self, i): return np.frombuffer(self.lines[i].encode("ascii"), np.uint8)
 
 Optional, for speed: ``lengths(ids)`` (int64[n] to int64[n]), ``read(i, offset, length)``, ``fingerprint()``
-(a `Fingerprint`, or a dict with its fields). Nothing that the object answers is believed unchecked: a wrong length
-would shift every sample after it.
+(a `Fingerprint`, or a dict with its fields). Every answer of the object is checked: a wrong length would shift all
+samples after it.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ REQUIRED = ("__len__", "length", "get")
 
 
 def as_source(thing: object, name: str = "source") -> Source:
-    """A source as it is; any other object by `PythonSource`.
+    """A source unchanged; any other object as a `PythonSource`.
 
     Raises:
         ConfigError: the object lacks a method.
     """
     if isinstance(thing, IndexedDocuments | ItemNumbers | RangeSource | PythonSource) or is_document_source(thing):
         return thing
-    if hasattr(thing, "encoded"):  # else its images would be dropped without a word
+    if hasattr(thing, "encoded"):  # otherwise its images would be dropped silently
         missing = [m for m in DOCUMENT_MEMBERS if not hasattr(thing, m)]
         raise ConfigError(
             f"source '{name}' has `encoded`, but lacks what a source of images needs",
@@ -61,7 +61,7 @@ def as_source(thing: object, name: str = "source") -> Source:
 
 
 class PythonSource(BaseSource):
-    """A user's object, checked at every answer.
+    """A user's object; checks every answer.
 
     Args:
         thing: has ``__len__``, ``length(i)`` and ``get(i)``.
@@ -93,7 +93,7 @@ class PythonSource(BaseSource):
         return f" in source '{self.name}'"
 
     def __len__(self) -> int:
-        """Documents, as they were when the source was opened."""
+        """The number of documents when the source was opened."""
         return self._documents
 
     def length(self, i: int) -> int:
@@ -101,7 +101,7 @@ class PythonSource(BaseSource):
 
         Raises:
             IndexError: i is not in [0, len).
-            CorpusError: the object answers with something that is not a length.
+            CorpusError: the object returns something that is not a length.
         """
         self._check_id(i)
         length = self.thing.length(i)
@@ -114,11 +114,11 @@ class PythonSource(BaseSource):
         return length
 
     def lengths(self, ids: Int64Array) -> Int64Array:
-        """Tokens of each document: int64[n] to int64[n]; by the object's own ``lengths`` if it has one.
+        """Tokens of each document: int64[n] to int64[n]; from the object's own ``lengths`` if it has one.
 
         Raises:
             IndexError: an id is not in [0, len).
-            CorpusError: the object answers with something that is not a length.
+            CorpusError: the object returns something that is not a length.
         """
         ids = np.asarray(ids, np.int64)
         own = getattr(self.thing, "lengths", None)
@@ -142,16 +142,16 @@ class PythonSource(BaseSource):
 
         Raises:
             IndexError: i is not in [0, len).
-            CorpusError: they are not integers in one dimension, or not ``length(i)`` of them.
+            CorpusError: they are not one-dimensional integers, or not ``length(i)`` of them.
         """
         return self._checked(i, self.thing.get(i), self.length(i), "get(i)")
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """`length` tokens of document i from token `offset` on; by the object's own ``read`` if it has one.
+        """`length` tokens of document i from token `offset` on; from the object's own ``read`` if it has one.
 
         Raises:
             IndexError: no such document, or the range leaves it.
-            CorpusError: the object answers with something else.
+            CorpusError: the object returns something else.
         """
         self._check_range(i, offset, length)
         own = getattr(self.thing, "read", None)
@@ -160,16 +160,15 @@ class PythonSource(BaseSource):
         return self.get(i)[offset : offset + length]
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """The fingerprint of a range: the object's own for all documents, if it has one; otherwise every length is
-        asked for.
+        """The fingerprint of a range: the object's own if the range is all documents; otherwise from every length.
 
         Args:
             start: first document.
             stop: one after the last.
-            recompute: ask for every length even if the object has a fingerprint.
+            recompute: read every length even if the object has a fingerprint.
 
         Raises:
-            CorpusError: the object answers with something that is not a fingerprint, or not of this object.
+            CorpusError: the object returns something that is not a fingerprint, or not of this object.
         """
         own = getattr(self.thing, "fingerprint", None)
         given = self._checked_fingerprint(own()) if callable(own) else None
@@ -183,7 +182,7 @@ class PythonSource(BaseSource):
             lambda ids: self.lengths(start + ids),
             stop - start,
             f"fingerprint of {self.name}",
-            # An object that says what it is, and nothing of its contents, is not asked for them: they may be dear.
+            # If the object's fingerprint has no contents, do not read them: they may be expensive.
             read=read if given is None or given.contents is not None else None,
             tokenizer=None if given is None else given.tokenizer,
         )
@@ -232,14 +231,14 @@ class PythonSource(BaseSource):
 
 
 class ItemNumbers:
-    """A source with as many documents as a dataset has items, of length 1 or of those in a file.
+    """A source with one document per item of a dataset, of length 1 or with lengths from a file.
 
     Args:
         name: for errors.
-        items: how many.
+        items: their number.
         contents: their hash, as the run knew it.
         lengths: .npy file, int64[items] tokens of each; None: 1.
-        grouped: they are what items are grouped by, and each item is of length 1.
+        grouped: items are grouped by these lengths, and each item has length 1.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class ItemNumbers:
         return self.lengths(ids) if self._sizes is None else self._sizes[ids]
 
     def get(self, i: int) -> Int64Array:
-        """Raise a CorpusError: only the program that trains has the dataset."""
+        """Raise a CorpusError: only the training program has the dataset."""
         raise CorpusError(
             f"what item {i} of source '{self.name}' holds is not known here",
             found="kind: items, which knows numbers alone",
@@ -286,12 +285,11 @@ class ItemNumbers:
         )
 
     def read(self, i: int, offset: int, length: int) -> Int64Array:
-        """As `get`."""
+        """Raise a CorpusError, as `get`."""
         return self.get(i)
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
-        """The fingerprint as the run knew it; of its first items the contents are not known. ``recompute`` makes no
-        difference."""
+        """The fingerprint as the run knew it; without contents for its first items. ``recompute`` is ignored."""
         items = self._items if first is None else first
         contents = self._contents if items == self._items else None
         what = f"fingerprint of {self.name}"

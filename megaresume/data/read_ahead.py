@@ -1,12 +1,12 @@
-"""`Ahead` reads places of shards, and images of folders, before they are needed, several at a time:
+"""`Ahead` reads places of shards, and images of folders, before they are needed, several at a time.
 
     wanted, in the order of need -> neighbours joined -> threads: cache, request -> bytes, until they are released
 
-What is wanted while others wait, or are being read, joins them: so each part of a shard is asked for about once, by few
-requests, however the order scatters its records.
+A new place joins requests that wait or are running: so each part of a shard is requested about once, in few requests,
+however the order scatters its records.
 
-It cannot change what is read: a place that it does not have, or whose request failed, is read by whoever needs it,
-who then meets the error. Local shards are not read: the kernel is told what will be needed, to have it in its cache.
+It cannot change what is read: whoever needs a place that is missing, or whose request failed, reads it directly and
+meets the error there. Local shards are not read: the kernel is told what will be needed, so that it caches it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from megaresume.stream.errors import MegaresumeError
 
 log = logging.getLogger(__name__)
 
-#: bytes that nobody wants, between two places that are read by one request: of small records.
+#: gap in bytes between two places of small records that one request still reads.
 GAP = 64 << 10
-#: The gap between large places, as a part of them, up to which both are read at once: it may be a whole other record.
+#: The same gap for large places, as a fraction of their size: it may be a whole other record.
 BETWEEN_LARGE = 1 / 8
-#: bytes of a request of several places.
+#: most bytes of a request for several places.
 LONGEST = 1 << 20
-#: requests that will be made next and no longer change, for each that is made at a time.
+#: requests to be made next that no longer change, per concurrent request.
 SOON = 2
-#: seconds after which a thread ends that has nothing to read: nobody closes what a dropped `StreamDataset` read ahead.
+#: seconds until an idle thread ends: nothing closes the `Ahead` of a dropped `StreamDataset`.
 IDLE = 20.0
 
 
@@ -43,16 +43,16 @@ class _Reading:
 
     start: int
     stop: int
-    #: the places in the range, all of one file; grows while others are wanted that lie within.
+    #: the places in the range, all of one file; grows when others within it are wanted.
     places: list[Place]
 
     @property
     def at(self) -> tuple[int, str, int]:
-        """The offset at which it begins."""
+        """The position where it begins."""
         return _at(self.places[0], self.start)
 
     def has(self, place: Place) -> bool:
-        """Whether it will have the bytes of a place."""
+        """Whether it includes the bytes of a place."""
         its = self.places[0]
         same = place.files is its.files and place.path == its.path and not place.whole
         return same and self.start <= place.offset and place.stop <= self.stop
@@ -66,7 +66,7 @@ class Ahead:
     """Reads ahead for one loader in one process. Threads end with `close`.
 
     Args:
-        requests: at a time.
+        requests: the number at a time.
     """
 
     def __init__(self, requests: int) -> None:
@@ -76,22 +76,22 @@ class Ahead:
         #: how often each place is wanted; and the bytes of those that are here, None if they are not read here.
         self._users: dict[Place, int] = {}
         self._read: dict[Place, bytes | None] = {}
-        #: places that somebody waits for.
+        #: places that a caller waits for.
         self._awaited: set[Place] = set()
-        #: requests in the order of need; and those that are being made.
+        #: requests in the order of need; and those that are running.
         self._waiting: deque[list[Place]] = deque()
         self._under_way: list[_Reading] = []
         self._checking: set[tuple[ShardFiles, str]] = set()
         self._readers: set[ShardFiles] = set()
         self._threads = 0
         lock = threading.Lock()
-        #: something is here, or checked; something waits to be read. One of many threads is woken for one request.
+        #: something was read or checked; a request is waiting: one thread is woken for each request.
         self._changed, self._given = threading.Condition(lock), threading.Condition(lock)
         self._closed = False
         self._owner = os.getpid()
 
     def want(self, places: Iterable[Place]) -> None:
-        """Read these, in the order in which they will be needed; each is kept until it was released as often."""
+        """Read these, in the order of need; each is kept until it is released as often as it was wanted."""
         new: list[Place] = []
         with self._changed:
             for place in places:
@@ -115,20 +115,20 @@ class Ahead:
                 place.files.will_need(place.path, place.offset, place.nbytes)
 
     def attend(self) -> None:
-        """Be asked by its files: another loader of the same ones, of a validation perhaps, may have been since."""
+        """Be the `Ahead` that its files ask; another loader of the same ones, of a validation say, may have been."""
         for files in self._readers:
             files.ahead = self
 
     def take(self, place: Place) -> bytes | None:
-        """The bytes of a place, as soon as they are here; None: to be read by the caller."""
+        """The bytes of a place, as soon as they are here; None if the caller must read it."""
         if os.getpid() != self._owner:  # forked: the threads are in the parent
             return None
-        if (data := self._read.get(place)) is not None:  # mostly, and then it need not wait for a lock
+        if (data := self._read.get(place)) is not None:  # usually, and then without waiting for a lock
             return data
         with self._changed:
             if place not in self._users or not place.held:
                 return None
-            # Also until nobody keeps it: another loader of the same shards may have wanted it, and be done with it.
+            # Also ends when nobody keeps it: another loader of the same shards may have wanted it, and released it.
             while place in self._users and place not in self._read and not self._closed:
                 self._awaited.add(place)
                 self._changed.wait()
@@ -136,10 +136,10 @@ class Ahead:
             return self._read.get(place)
 
     def release(self, places: Iterable[Place]) -> None:
-        """Let go of places that were used, or will not be."""
+        """Release places that were used, or will not be."""
         with self._changed:
             for place in places:
-                users = self._users.get(place, 0)  # none: closed
+                users = self._users.get(place, 0)  # 0 after `close`
                 if users > 1:
                     self._users[place] = users - 1
                 elif users:
@@ -150,7 +150,7 @@ class Ahead:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop reading."""
         if os.getpid() != self._owner:  # forked, perhaps while a thread of the parent held the lock
             return
         with self._changed:
@@ -165,8 +165,8 @@ class Ahead:
                 files.ahead = None
 
     def _queue(self, places: Sequence[Place]) -> None:
-        """Have these read: by requests that are being made, or soon will be, if they lie within; or by others."""
-        soon = list(islice(self._waiting, SOON * self.requests))  # not longer, or what is needed first would come later
+        """Add these to requests that are running or soon will be, if they lie within one; else queue new ones."""
+        soon = list(islice(self._waiting, SOON * self.requests))  # not more, or what is needed first would come later
         waiting = [_Reading(*request[0].files.around(request), request) for request in soon]
         ranges = sorted([*self._under_way, *waiting], key=lambda reading: reading.at)
         starts = [reading.at for reading in ranges]
@@ -177,11 +177,11 @@ class Ahead:
                 ranges[before].places.append(place)
             else:
                 others.append(place)
-        # With those that wait: what lies together is one request, whenever it was wanted.
+        # Joined with those that wait: adjacent places become one request, whenever they were wanted.
         self._waiting = deque([*soon, *joined([place for place in others if place in self._users])])
 
     def _start(self) -> bool:
-        """Start one more thread; False if the system has none left, and the others continue."""
+        """Start one more thread; False if the system allows no more, and the others continue."""
         try:
             threading.Thread(target=self._work, name="megaresume-ahead", daemon=True).start()
         except RuntimeError as error:
@@ -196,12 +196,12 @@ class Ahead:
             self._fetch(places)
             if self._threads < self.requests:
                 with self._changed:
-                    # Not before the first request: it makes the connection that the others share.
+                    # Not before the first request, which makes the connection that the others share.
                     while self._waiting and self._threads < self.requests and self._start():
                         pass
 
     def _next(self) -> list[Place] | None:
-        """The next request, of what is still wanted; None: closed, or nothing was wanted for a while."""
+        """The next request for places still wanted; None: closed, or idle for a while."""
         with self._changed:
             while True:
                 while not self._waiting:
@@ -214,7 +214,7 @@ class Ahead:
                     return places
 
     def _fetch(self, places: Sequence[Place]) -> None:
-        """Fetch what the cache lacks; if a request fails, for good, its places are done without bytes."""
+        """Fetch what the cache lacks; if a request fails for good, its places get no bytes."""
         files, missing = places[0].files, places
         try:
             begun = self._check(places)
@@ -245,14 +245,14 @@ class Ahead:
 
     @staticmethod
     def _failed(error: BaseException) -> None:
-        """Whatever it is: who needs the bytes must not wait forever."""
+        """Log any error: whoever needs the bytes must not wait forever."""
         if isinstance(error, RecordError):
-            return  # which is for its reader to say
+            return  # the reader reports it
         what = error.headline if isinstance(error, MegaresumeError) else repr(error)
         log.warning("megaresume: %s (read ahead; it is read again when it is needed)", what)
 
     def _done(self, read: Mapping[Place, bytes | None]) -> None:
-        """Note that these places are here, or will not be."""
+        """Record that these places are here, or will not be."""
         if not read:
             return
         with self._changed:
@@ -261,7 +261,7 @@ class Ahead:
                 self._changed.notify_all()
 
     def _check(self, places: Sequence[Place]) -> Span | None:
-        """Check the shard of a request, but not in two threads at once; the bytes of it, if the check has read them."""
+        """Check the shard of a request, never in two threads at once; returns its bytes if the check has read them."""
         place = places[0]
         if place.whole or place.files.is_checked(place.path):
             return None
@@ -279,7 +279,7 @@ class Ahead:
 
 
 def joined(places: Sequence[Place]) -> list[list[Place]]:
-    """Places to requests: neighbours in one, in the order in which the first of each is needed."""
+    """Group places into requests: neighbours in one, ordered by the first place that each needs."""
     if len(places) == 1:
         return [list(places)]
     need = {place: k for k, place in enumerate(places)}

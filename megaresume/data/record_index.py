@@ -1,18 +1,19 @@
-"""Indexes of records: where each record lies, and what it is compared by when it is read.
+"""Indexes of records: the place of each record, and what it is compared with when it is read.
 
-    NAME.shards.idx   `ShardIndex`   records of tar shards or JSON lines, and how long they are
-    <prefix>.places   `RowIndex`     documents of raw files; how long they are stands in the .idx beside it
+    NAME.shards.idx   `ShardIndex`   records of tar shards or JSON lines, and their lengths
+    <prefix>.places   `RowIndex`     documents of raw files; their lengths are in the .idx beside it
 
-    0        preamble, 128 bytes: magic, version, records, where the header is, its hash, a hash of the preamble
-    4096     columns, one after the other, each from a multiple of 64 bytes on; of both
+    0        preamble, 128 bytes: magic, version, records, position of the header, its hash, a hash of the preamble
+    4096     columns, one after the other, each aligned to 64 bytes; in both indexes
              offset int64[n]; nbytes, content uint32[n]
-    ...      header: JSON, up to the end of the file; ``files`` has path, size and records of each file, in the order of
-             the records
+        ...      header: JSON, up to the end of the file; ``files`` has path, size and number of records of each file,
+            in
+                 the order of the records
 
-Opening reads the preamble and the header and maps the columns: the same time for ten records as for 10^9. The header
-comes after the columns because it holds their hashes: an index is written in one pass.
+    Opening reads the preamble and the header and maps the columns: it takes as long for 10^9 records as for ten. The
+    header comes after the columns because it has their hashes: an index is written in one pass.
 
-Raise ``VERSION`` when a reader of the old version would misread the new one. A reader refuses what is newer.
+Raise ``VERSION`` when a reader of the old version would misread the new one. A reader refuses newer versions.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from megaresume.files import open_file
 from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError, SetupError, parse_json
 
-#: The suffix of the file name of a `ShardIndex`.
+#: the file name suffix of a `ShardIndex`.
 SUFFIX = ".shards.idx"
 PREAMBLE_BYTES = 128
 COLUMNS_AT = 4096
@@ -46,7 +47,7 @@ _STRUCT = struct.Struct("<24sIIQQQ16s")
 
 
 def index_path(output: str | Path) -> Path:
-    """``shards/pairs`` -> ``shards/pairs.shards.idx``; a path that ends so already stays."""
+    """``shards/pairs`` -> ``shards/pairs.shards.idx``; a path that already ends so is unchanged."""
     path = Path(output)
     return path if path.name.endswith(SUFFIX) else path.with_name(path.name + SUFFIX)
 
@@ -60,20 +61,19 @@ def places_path(prefix: Path) -> Path:
 class IndexedFile:
     """A file of an index."""
 
-    #: the path: of shards relative to the index, absolute, or a URL; of raw files relative to the ``root`` of the
-    #: header.
+    #: for shards relative to the index, absolute, or a URL; for raw files relative to the ``root`` of the header.
     path: str
     #: bytes of the file.
     size: int
-    #: number of its first record in the index, and how many it has.
+    #: number of its first record in the index, and the number of its records.
     first: int
     records: int
 
 
 class RecordPlace(NamedTuple):
-    """Where one record lies."""
+    """The place of one record."""
 
-    #: number in the files of the index.
+    #: number of the file in the index.
     file: int
     offset: int
     nbytes: int
@@ -85,10 +85,10 @@ class RecordIndex:
 
     Args:
         path: of the file.
-        data: all of it, mapped.
+        data: the whole file, mapped.
 
     Raises:
-        CorpusError: cut, damaged, or of another version.
+        CorpusError: truncated, damaged, or of another version.
     """
 
     MAGIC: ClassVar[bytes]
@@ -96,10 +96,10 @@ class RecordIndex:
     VERSION: ClassVar[int]
     #: name -> dtype, in the order of the file.
     COLUMNS: ClassVar[Mapping[str, np.dtype[Any]]] = {
-        # of the record; documents of one record follow one another.
+        # of the record; documents of one record are adjacent.
         "offset": np.dtype("<i8"),
         "nbytes": np.dtype("<u4"),
-        # a hash of the record; 0 where it was not read.
+        # a hash of the record; 0 if it was not read.
         "content": np.dtype("<u4"),
     }
     #: the command that makes the index.
@@ -113,7 +113,7 @@ class RecordIndex:
             raise self.damaged("another hash of its header than when it was written")
         self._hash = header_hash
         self._records = records
-        #: everything that is not a column, plain JSON.
+        #: everything that is not a column; plain JSON.
         self.header: Mapping[str, Any] = self._header(header)
         places = self.column_places(records)
         self._columns: dict[str, npt.NDArray[Any]] = {
@@ -137,7 +137,7 @@ class RecordIndex:
 
     @classmethod
     def column_places(cls, records: int) -> dict[str, int]:
-        """The start of each column, in bytes from the start of the file; and, as ``end``, the end of the last one."""
+        """The start of each column in bytes from the start of the file; and, as ``end``, the end of the last one."""
         places, at = {}, COLUMNS_AT
         for name, dtype in cls.COLUMNS.items():
             places[name] = at
@@ -158,11 +158,11 @@ class RecordIndex:
         return self._columns[name]
 
     def files_of(self, ids: Int64Array) -> Int64Array:
-        """Number of the file of each record: int64[n] in [0, len) to int64[n]."""
+        """The number of each record's file: int64[n] in [0, len) to int64[n]."""
         return np.searchsorted(self._stops, ids, "right")
 
     def file_of(self, i: int) -> int:
-        """The file of one record. Not by numpy's search, which would let another thread run, and wait for it."""
+        """The file number of one record. Not by numpy's search, which releases the GIL and has to wait for it."""
         return bisect_right(self._stops, i)
 
     def place(self, i: int) -> RecordPlace:
@@ -178,11 +178,11 @@ class RecordIndex:
         return RecordPlace(self.file_of(i), offset, columns["nbytes"].item(i), columns["content"].item(i))
 
     def range_of(self, place: RecordPlace, files: ShardFiles, path: str, size: int) -> Place:
-        """A record as a range of bytes of a file.
+        """The range of bytes of a record.
 
         Args:
             place: of the record.
-            files: reads it.
+            files: the reader.
             path, size: of the file, which may be unpacked.
 
         Raises:
@@ -193,7 +193,7 @@ class RecordIndex:
         return Place(files, path, size, place.offset, place.nbytes)
 
     def verify(self, *names: str) -> None:
-        """Read these columns, or else every one, and compare with the hashes that were taken when they were written.
+        """Read these columns, or all if none are named, and compare them with the hashes taken when they were written.
 
         Raises:
             CorpusError: one differs.
@@ -205,7 +205,7 @@ class RecordIndex:
                 raise self.damaged(f"another hash of column {name} than when it was written")
 
     def damaged(self, found: str) -> CorpusError:
-        """The error for an index that is not what was written."""
+        """The error for an index that is not as it was written."""
         return CorpusError(
             f"{self.path} is damaged",
             found=found,
@@ -215,7 +215,7 @@ class RecordIndex:
         )
 
     def _preamble(self, data: bytes, size: int) -> tuple[int, int, bytes]:
-        """Records, where the header is, and its hash."""
+        """Number of records, position of the header, and its hash."""
         if len(data) < PREAMBLE_BYTES or not data.startswith(self.MAGIC):
             raise self.damaged(f"{size} bytes that do not start as such an index does")
         _, version, _, records, header_at, header_bytes, header_hash = _STRUCT.unpack_from(data)
@@ -241,7 +241,7 @@ class RecordIndex:
         return records, header_at, header_hash
 
     def _header(self, content: bytes) -> Mapping[str, Any]:
-        """Parse the header. Its hash fits; a faulty program may have written it all the same."""
+        """Parse the header. Its hash is right, but a faulty program may have written it."""
         try:
             header: Mapping[str, Any] = parse_json(content)
             if header["format"] != self.FORMAT:
@@ -262,21 +262,21 @@ class RecordIndex:
         return header
 
     def _check(self, header: Mapping[str, Any]) -> None:
-        """Raise KeyError or ValueError for a header that lacks what only this index has."""
+        """Raise KeyError or ValueError for a header without the fields that only this index has."""
 
 
 class RowIndex(RecordIndex):
-    """``<prefix>.places``, in place of a .bin: the tokens are made when they are read.
+    """``<prefix>.places``, in place of a .bin: tokens are made when they are read.
 
-    In text and JSON lines ``offset`` is the first byte, decompressed, and ``nbytes`` the bytes of a document; in
-    Parquet its row group, and the row in it; in Arrow the byte of its record batch, and the row in it. ``content`` is
-    the `megaresume.data.documents.checksum` of its tokens. The header holds what makes the tokens
-    (``encoder``, ``made_with``), the ``root`` that all paths begin with, and of each file its format and unit.
+    For text and JSON lines, ``offset`` is the first byte of a document, decompressed, and ``nbytes`` its size; for
+    Parquet the row group, and the row in it; for Arrow the byte of the record batch, and the row in it. ``content`` is
+    the `megaresume.data.documents.checksum` of the tokens. The header has what makes the tokens (``encoder``,
+    ``made_with``), the ``root`` of all paths, and the format and unit of each file.
 
     Args:
         path: of the file.
-        data: all of it, mapped.
-        documents: of the .idx beside it.
+        data: the whole file, mapped.
+        documents: their number in the .idx beside it.
 
     Raises:
         CorpusError: it is damaged, or of another corpus.
@@ -293,7 +293,7 @@ class RowIndex(RecordIndex):
             raise self.damaged(f"{len(self)} documents, of {documents} in the .idx")
 
     def last(self, file: int) -> RecordPlace:
-        """The last document of a file that has any."""
+        """The last document of a file; the file has at least one."""
         return self.place(self._stops[file] - 1)
 
     def _check(self, header: Mapping[str, Any]) -> None:
@@ -306,7 +306,7 @@ class RowIndex(RecordIndex):
 
 
 class ShardIndex(RecordIndex):
-    """``NAME.shards.idx``, of tar shards or JSON lines. Safe to fork and to pickle: it is opened again.
+    """``NAME.shards.idx``, of tar shards or JSON lines. Safe to fork and to pickle (it is reopened).
 
     The header: see `megaresume.data.prepare.measure`.
 
@@ -314,7 +314,7 @@ class ShardIndex(RecordIndex):
         path: of the index.
 
     Raises:
-        CorpusError: missing, cut, damaged, or of another version.
+        CorpusError: missing, truncated, damaged, or of another version.
         SetupError: no permission.
     """
 
@@ -322,10 +322,10 @@ class ShardIndex(RecordIndex):
     FORMAT = "megaresume.shards"
     VERSION = 5
     COLUMNS: ClassVar[Mapping[str, np.dtype[Any]]] = {
-        # of the whole document; 0: passed over.
+        # of the whole document; 0: skipped.
         "tokens": np.dtype("<i4"),
         "image_tokens": np.dtype("<i4"),
-        # -1: could not be measured, and was declared so (--invalid).
+        # -1: could not be measured, and was accepted as invalid (--invalid).
         "num_images": np.dtype("<i4"),
         **RecordIndex.COLUMNS,
     }
@@ -351,12 +351,12 @@ class ShardIndex(RecordIndex):
 
 
 class IndexWriter:
-    """Writes an index of records as they come, in one pass.
+    """Writes an index in one pass, as its records come.
 
     Args:
         file: open for writing, empty.
-        index: which of the two.
-        records: how many there will be.
+        index: which of the two kinds.
+        records: the total number.
     """
 
     def __init__(self, file: BinaryIO, index: type[RecordIndex], records: int) -> None:
@@ -379,7 +379,7 @@ class IndexWriter:
         self._done += len(columns["offset"])
 
     def finish(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the header, which is ``said`` and what every index says; it is complete.
+        """Write the header, ``said`` and the fields of every index; this completes the file.
 
         Raises:
             OSError: it cannot be written.
@@ -402,7 +402,7 @@ class IndexWriter:
 
 
 def _reopened(path: Path, header_hash: bytes) -> ShardIndex:
-    """The index opened again in another process: only the same one will do."""
+    """Reopen the index in another process; it must be the same one."""
     index = ShardIndex(path)
     if index._hash != header_hash:
         raise CorpusError(

@@ -1,7 +1,7 @@
-"""Range reads of an object store through fsspec (s3://, gs://, http://, memory://, ...), tried again with back-off.
+"""Range reads from object stores through fsspec (s3://, gs://, http://, memory://, ...), retried with back-off.
 
-How a store is reached (endpoint, credentials, region) is fsspec's own configuration: ``AWS_*`` variables,
-``FSSPEC_S3_ENDPOINT_URL`` and the like, or ``~/.config/fsspec/*.json``.
+Endpoint, credentials and region are fsspec's own configuration: ``AWS_*`` variables, ``FSSPEC_S3_ENDPOINT_URL`` and
+the like, or ``~/.config/fsspec/*.json``.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ATTEMPTS = 6
-#: The command that installs fsspec and its like, for a library that is missing.
+#: The command that installs fsspec and related packages, shown if one is missing.
 INSTALL = "pip install 'megaresume[vlm]' (with s3:// 'megaresume[vlm,s3]')"
-#: seconds before the second attempt; doubled with each, up to `LONGEST_WAIT`.
+#: seconds before the second attempt; doubled for each further one, up to `LONGEST_WAIT`.
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 20.0
-#: seconds after which an attempt has failed that nobody answered.
+#: seconds until an unanswered attempt fails.
 PATIENCE = 60.0
-#: seconds between two warnings of attempts that failed.
+#: least seconds between two warnings about failed attempts.
 QUIET = 30.0
-#: The options of a store's client, unless its configuration says otherwise: as many connections as requests at a time.
+#: The options of a store's client, unless configured otherwise: as many connections as concurrent requests.
 _OPTIONS: dict[str, dict[str, Any]] = {"s3": {"config_kwargs": {"max_pool_connections": 64}}}
-#: spreads the attempts of many readers that a busy store turned away. Its own, as Python's global random numbers are
-#: the training's.
+#: spreads the retries of many readers that a busy store turned away. Not Python's global random numbers: they belong to
+#: the training.
 _JITTER = random.SystemRandom()
-#: The errors that are not worth another attempt: the answer would be the same.
+#: Errors not worth a retry: the answer would be the same.
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, ImportError, TypeError, ValueError, MegaresumeError)
-#: answers of HTTP that mean: not to you.
+#: HTTP statuses that mean: no access.
 _DENIED = (401, 403, 407)
-#: The statuses that mean: not now.
+#: HTTP statuses that mean: try later.
 _BUSY = (408, 425, 429)
 
 _CHECK = "Check the store (endpoint, credentials) with its own tool"
-#: errors of S3 that s3fs calls a lack of permission, as it does wrong credentials: cause, what to do.
+#: errors that s3fs turns into a PermissionError, such as wrong credentials: cause, what to do.
 _NO_PERMISSION = {
     "RequestTimeTooSkewed": (
         "this machine's clock differs from the store's by more than 15 minutes",
@@ -55,7 +55,7 @@ _NO_PERMISSION = {
     "ExpiredToken": ("the credentials have expired", "Renew them"),
 }
 
-#: fsspec's event loop at the last fork, if it runs one.
+#: fsspec's event loop at the last fork, if one was running.
 _forked: list[Any] = []
 
 
@@ -65,10 +65,10 @@ def _note_loop() -> None:
 
 
 def _leave_loop() -> None:
-    """Leave, in a forked process, an event loop that does not run there.
+    """In a forked process, leave the parent's event loop, which does not run there.
 
-    Connections that it inherited are closed with the objects that hold them. The loop would take them out of the
-    epoll that both processes share, and the parent would wait forever for an answer that has come.
+    Inherited connections are closed with the objects that hold them. The loop would then remove them from the epoll
+    that both processes share, and the parent would wait forever for an answer that has arrived.
     """
     for loop in _forked:
         loop._selector = selectors.DefaultSelector()
@@ -79,15 +79,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec must read it. ``file://`` is a local path with a prefix."""
+    """Whether fsspec must read it. ``file://`` is a local path."""
     return "://" in path and not path.startswith("file://")
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an HTTP server's answer, from an error or its causes; None if it is of another kind."""
+    """The HTTP status in an error or its causes; None if there is none."""
     seen: BaseException | None = error
     while seen is not None:
-        # Of aiohttp, of Azure, of Google: aiohttp gives a torn answer a code as well.
+        # Names of aiohttp, Azure and Google. For a torn answer, aiohttp sets a code too.
         names = ("status", "code" if type(seen).__module__.startswith("gcsfs.") else "status_code")
         for name in names:
             if isinstance(status := getattr(seen, name, None), int):
@@ -97,14 +97,14 @@ def _status(error: BaseException) -> int | None:
 
 
 def s3_code(error: BaseException) -> str | None:
-    """S3's name for an error: s3fs has names of its own, and knows some conditions only as Amazon words them."""
+    """S3's code for an error: s3fs raises errors of other names, with Amazon's wording only for some conditions."""
     answer = getattr(error.__cause__, "response", None) or {}
     code: str | None = answer.get("Error", {}).get("Code")
     return code
 
 
 def _is_final(error: BaseException) -> bool:
-    """Whether the answer would be the same."""
+    """Whether a retry would get the same answer."""
     status = _status(error)
     return isinstance(error, _FINAL) or (status is not None and 400 <= status < 500 and status not in _BUSY)
 
@@ -134,7 +134,7 @@ def _unanswered(url: str, what: str, verb: str, error: Exception) -> SetupError:
     cause, remedy = "the store or the network is down, or too busy", _CHECK
     if isinstance(error, PermissionError):
         cause, remedy = _NO_PERMISSION.get(s3_code(error) or "", ("missing or wrong credentials", _CHECK))
-    elif type(error).__name__ == "NoCredentialsError":  # botocore's; a machine's role may come at the next try
+    elif type(error).__name__ == "NoCredentialsError":  # botocore's; a machine's role may get them by the next try
         cause = "no credentials in the environment or in ~/.aws, and none from a role of this machine"
     elif is_final:
         cause = "a wrong address or wrong settings"
@@ -148,23 +148,22 @@ def _unanswered(url: str, what: str, verb: str, error: Exception) -> SetupError:
 
 
 def patience(store: Any, seconds: float | None = None) -> dict[str, float]:
-    """A context in which requests of a filesystem may take so long, if it can be told; `PATIENCE` if nothing is
-    said."""
+    """A context in which requests of a filesystem may take this long (default `PATIENCE`), if it supports that."""
     return {"timeout": seconds or PATIENCE} if getattr(store, "async_impl", False) else {}
 
 
 class RemoteStore:
-    """Files of one store. Safe to fork and to pickle: the connection is opened in the process that uses it.
+    """The files of one store. Safe to fork and to pickle: each process opens its own connection.
 
     Args:
         protocol: ``s3``, ``gs``, ``memory``, ...
-        settings: of S3's client, beside those that it is configured with; asked when it is opened.
+        settings: called when it is opened: more settings for S3's client than it is configured with.
     """
 
     def __init__(self, protocol: str, settings: Callable[[], dict[str, Any]] = dict) -> None:
         self.protocol, self._settings = protocol, settings
         self._opened: tuple[int, Any] | None = None
-        #: the reader of ranges that replaces the filesystem, and the filesystem that it replaces.
+        #: the faster reader of ranges, and the filesystem that it replaces.
         self._ranges: tuple[Any, S3Ranges | None] = (None, None)
         self._failed, self._quiet_until = 0, 0.0
 
@@ -172,7 +171,7 @@ class RemoteStore:
         return (RemoteStore, (self.protocol, self._settings))
 
     def size(self, url: str) -> int:
-        """Bytes of a file.
+        """Size of a file in bytes.
 
         Raises:
             CorpusError: no such file.
@@ -181,7 +180,7 @@ class RemoteStore:
         return int(self.info(url)["size"])
 
     def info(self, url: str) -> dict[str, Any]:
-        """The store's record of a file; raises as `size`."""
+        """The store's metadata of a file; raises as `size`."""
 
         def ask() -> dict[str, Any]:
             store = self.opened()
@@ -192,11 +191,10 @@ class RemoteStore:
 
     def read(self, url: str, offset: int, nbytes: int) -> bytes:
         """Exactly ``nbytes`` bytes from ``offset`` on; raises as `size`."""
-        return bytes(self.view(url, offset, nbytes).obj)  # bytes are not copied
+        return bytes(self.view(url, offset, nbytes).obj)  # bytes() of bytes does not copy
 
     def view(self, url: str, offset: int, nbytes: int) -> memoryview:
-        """Read as `read` does, into the memory that the client has: a copy of 16 MiB costs a quarter of reading
-        them."""
+        """Read as `read` does, without copying the client's memory: copying 16 MiB costs a quarter of reading them."""
         tries = 0
 
         def fetch() -> memoryview:
@@ -224,9 +222,9 @@ class RemoteStore:
         return self.tried(url, f"read at byte {offset}", fetch)
 
     def view_with_identity(self, url: str, offset: int, nbytes: int) -> tuple[int, str, memoryview] | None:
-        """Bytes and ETag of the whole file, and what `view` gives, by one request, tried once.
+        """Size in bytes and ETag of the whole file, and what `view` returns, by one request without retries.
 
-        None: it failed, or cannot be done here; `info` and `view` say why, or try again.
+        None: it failed, or is not possible here; then `info` and `view` raise the error, or retry.
         """
         try:
             ranges = self._ranges_of(self.opened())
@@ -237,25 +235,25 @@ class RemoteStore:
         return found if found is not None and found[1] and len(found[2]) == nbytes else None
 
     def read_all(self, url: str) -> bytes:
-        """A whole file, held in memory; raises as `size`."""
+        """A whole file, in memory; raises as `size`."""
 
         return self.tried(url, "read", lambda: self.whole(url))
 
     def whole(self, url: str) -> bytes:
-        """Read a whole file in one request, tried once. Raises what fsspec does."""
+        """Read a whole file in one request, without retries. Raises what fsspec does."""
         store = self.opened()
-        # S3's client would ask for the size first, to read large files in parts.
+        # S3's client would request the size first, to read large files in parts.
         takes = inspect.signature(getattr(store, "_cat_file", store.cat_file)).parameters
         one_request = {"max_concurrency": 1} if "max_concurrency" in takes else {}
         return bytes(store.cat_file(url, **patience(store), **one_request))
 
     def glob(self, url: str) -> list[str]:
-        """URLs of the files that a pattern matches, sorted; raises as `size`."""
+        """URLs of the files that match a pattern, sorted; raises as `size`."""
         found = self.tried(url, "listed", lambda: list(self.opened().glob(url)))
         return sorted(f"{self.protocol}://{path.lstrip('/')}" for path in found)
 
     def opened(self) -> Any:
-        """The filesystem of fsspec. Raises ImportError without the package that it needs."""
+        """The filesystem of fsspec. Raises ImportError if a package that it needs is missing."""
         # A connection does not outlive a fork.
         if self._opened is None or self._opened[0] != os.getpid():
             import fsspec
@@ -270,11 +268,11 @@ class RemoteStore:
         return self._opened[1]
 
     def connect(self, url: str) -> None:
-        """Make S3's client before several requests at a time, each of which would make one; raises as `size`."""
+        """Create S3's client before concurrent requests, which would each create one; raises as `size`."""
         self.tried(url, "asked for its size", lambda: self.opened().connect())
 
     def _ranges_of(self, store: Any) -> S3Ranges | None:
-        """The reader that is quicker than the filesystem at ranges, if it can read this store and works."""
+        """A faster reader of ranges than the filesystem, if one supports this store and works."""
         of, ranges = self._ranges
         if of is not store:
             ranges = S3Ranges.of(store)
@@ -282,7 +280,7 @@ class RemoteStore:
         return None if ranges is None or ranges.rests else ranges
 
     def impatient(self) -> Any:
-        """The filesystem for S3 whose client tries nothing again by itself."""
+        """The filesystem for S3, with a client that never retries by itself."""
         import fsspec
 
         options = {**_OPTIONS["s3"], **fsspec.config.conf.get("s3", {})}
@@ -290,7 +288,7 @@ class RemoteStore:
         return fsspec.filesystem("s3", skip_instance_cache=True, **options)
 
     def _warn(self, url: str, what: str, error: Exception, attempt: int) -> None:
-        """Say that an attempt failed; of many, a few."""
+        """Log a failed attempt; if many fail, only some of them."""
         self._failed += 1
         store_counts.add("retries")
         if (now := time.monotonic()) < self._quiet_until:
@@ -308,17 +306,17 @@ class RemoteStore:
         )
 
     def reopen(self) -> None:
-        """Connect anew at the next request, with the credentials that are there by then."""
+        """Reconnect at the next request, with the credentials available by then."""
         if self._opened is not None:
             type(self._opened[1]).clear_instance_cache()
             self._opened = None
 
     def tried(self, url: str, what: str, call: Callable[[], T], *, verb: Literal["read", "written"] = "read") -> T:
-        """Make a request, tried again with back-off.
+        """Make a request, with retries and back-off.
 
         Args:
             url: for the error.
-            what: is done with it: "asked for its size".
+            what: what the request does with the url: "asked for its size".
             call: the request; raises what fsspec does.
             verb: what cannot be done if it fails.
 
@@ -326,7 +324,7 @@ class RemoteStore:
             CorpusError: no such file.
             SetupError: the store does not answer, or refuses.
         """
-        if sys.modules.get("fsspec") is None:  # asked at each request, `require` would take as long as all else here
+        if sys.modules.get("fsspec") is None:  # at each request, `require` would take as long as the rest
             require("fsspec", f"it reads {url}", INSTALL)
         try:
             for attempt in range(1, ATTEMPTS):
@@ -347,8 +345,8 @@ class RemoteStore:
                 expected=f"the package with which fsspec reads {self.protocol}://",
                 action="install it, for example: pip install 'megaresume[s3]' (s3://) or gcsfs (gs://)",
             ) from error
-        except Exception as error:  # whatever the library of the store raises
-            if _status(error) in _DENIED:  # some filesystems call it missing, whatever the server said
+        except Exception as error:  # any error of the store's library
+            if _status(error) in _DENIED:  # some filesystems report it as missing, whatever the server answered
                 raise _forbidden(url, error) from error
             if isinstance(error, FileNotFoundError) or _status(error) == 404:
                 raise _missing(url) from error

@@ -1,11 +1,11 @@
-"""Rows of other formats as JSON lines: an array of JSON, CSV, Parquet, Arrow.
+"""Rows of other formats as JSON lines: a JSON array, CSV, Parquet, Arrow.
 
-[{"a": 1},        \\n{"a": 1}\\n       Byte for byte: a row is in the file where it is in the lines.
+[{"a": 1},        \\n{"a": 1}\\n       Byte for byte: a row has the same offset in the file and in the lines.
  {"a": 2}]          {"a": 2}\\n
 
-Row 17 of a table is line 17, counted from 1. The rows of a row group of Parquet that is damaged are lines that are no
-objects, so that they are named, or left out and counted, as bad lines are. What is damaged in Arrow ends the run: a
-part of such a file does not say how many rows it had.
+Row 17 of a table is line 17, counted from 1. The rows of a damaged Parquet row group become lines that are not
+objects, so that they are refused by name, or dropped and counted, like other bad lines. Damage in an Arrow file ends
+the run: such a file does not say how many rows a damaged part had.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from megaresume.stream.errors import require
 
 #: bytes read at once.
 CHUNK = 1 << 20
-#: characters of a field of CSV.
+#: most characters of a CSV field.
 MAX_FIELD = 1 << 30
-#: rows turned into Python together.
+#: rows converted to Python together.
 ROWS = 1000
 
 _FILE = b"ARROW1"
-#: The offset at which the stream begins in a file of Arrow's file format, which is one but for this start and the
-#: footer.
+#: The offset of the stream in a file of Arrow's file format, which is a stream with this prefix and a footer.
 _START = 8
-#: The end of a whole stream of Arrow; pyarrow reads one that was cut between two batches as if it were whole.
+#: The end of a complete Arrow stream; pyarrow reads one cut between two batches as if it were complete.
 _END = b"\xff\xff\xff\xff\0\0\0\0"
-#: columns whose bytes are text, as Spark writes it.
+#: columns whose bytes are text, as Spark writes them.
 TEXTS = frozenset({"text", "tools", "system", "input", "history", *(key for keys in KEYS.values() for key in keys)})
-#: place of a record batch that cannot be read without others.
+#: the place of a record batch that cannot be read without others.
 NOT_ALONE = -1
 
 
@@ -52,7 +51,7 @@ class Lines(io.RawIOBase):
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
-        """True, as for every file."""
+        """True."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -71,13 +70,12 @@ class Lines(io.RawIOBase):
 def bounds_of(
     lines: Iterable[bytes], *, at: int = 0, before: int = 0, ends: bytes = b"\n"
 ) -> Iterator[tuple[int, int, int]]:
-    """The first byte of each line, the one after its last, and its number, from 1; a line of white space alone has no
-    byte.
+    """The first byte of each line, the one after its last, and its number, from 1; blank lines are skipped.
 
-    Neither its end nor a mark of UTF-8 at the start of the file belongs to it; elsewhere U+FEFF is a character.
+    Line ends do not count, nor does a byte order mark at the start of the file; elsewhere U+FEFF is a character.
 
     Args:
-        lines: with their ends.
+        lines: with their line ends.
         at: bytes of the file before them.
         before: lines of the file before them.
         ends: bytes that end a line.
@@ -93,21 +91,21 @@ class _Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-#: a string, which may continue after the chunk; or what counts outside of strings.
+#: a string, which may continue in the next chunk; or the characters that matter outside strings.
 _WORD = re.compile(rb'"(?:[^"\\]++|\\.)*+(")?|[\[\]{},\n\r]', re.DOTALL)
 _REST = re.compile(rb'(?:[^"\\]++|\\.)*+(")?', re.DOTALL)
 _NEWLINE, _SPACE = ord("\n"), ord(" ")
 
 
 class ArrayLines(Lines):
-    """The elements of an array, each on a line, from the second line on.
+    """The elements of a JSON array, each on a line, from the second line on.
 
-    Brackets and commas of the array become line ends, line ends in its elements become spaces. What follows the array
-    is a line of its own, so that it is refused as one.
+    Brackets and commas of the array become line ends, and line ends in its elements become spaces. Anything after the
+    array becomes a line, so that it is refused as one.
 
     Args:
-        source: of its bytes.
-        after: the bracket or comma of the array that they follow; empty: they begin with the file.
+        source: of the file's bytes.
+        after: the bracket or comma of the array that precedes them; empty at the start of the file.
     """
 
     def __init__(self, source: _Readable, after: bytes = b"") -> None:
@@ -120,7 +118,7 @@ class ArrayLines(Lines):
         while data := self._source.read(CHUNK):
             data, held = held + data, b""
             escapes = len(data) - len(data.rstrip(b"\\"))
-            if escapes % 2:  # what it escapes is in the next chunk
+            if escapes % 2:  # the escaped character is in the next chunk
                 data, held = data[:-1], data[-1:]
             done, at = bytearray(data), 0
             if in_string and (rest := _REST.match(data)) is not None:
@@ -147,17 +145,17 @@ class ArrayLines(Lines):
 
 
 class CsvLines(Lines):
-    """Rows of CSV as objects under the names of the header: row 17 is line 17, counted from 1.
+    """Rows of CSV as objects with the header's names as keys: row 17 is line 17, counted from 1.
 
-    A row with another number of fields is a line that is not an object, so that it is named, or left out as bad lines
-    are.
+    A row with another number of fields becomes a line that is not an object, so that it is refused by name, or dropped
+    like other bad lines.
 
     Args:
-        source: of its bytes.
-        suffixes: of its name; of .tsv fields end with a tab.
+        source: of the file's bytes.
+        suffixes: of the file's name; in .tsv, tabs separate the fields.
 
     Raises:
-        csv.Error: no header, or two columns of one name.
+        csv.Error: no header, or two columns with the same name.
     """
 
     def __init__(self, source: Any, suffixes: Sequence[str]) -> None:
@@ -184,16 +182,16 @@ class CsvLines(Lines):
 
 
 def csv_errors() -> tuple[type[Exception], ...]:
-    """The errors that `CsvLines` raises for a file that is not CSV."""
+    """The errors that `CsvLines` raises for a file that is not valid CSV."""
     return (csv.Error,)
 
 
 class TableLines(Lines):
-    """A stream of JSON lines of the rows of a table; columns of times, and of bytes that are not text, are left out.
+    """The rows of a table as JSON lines; columns of times, and of bytes that are not text, are left out.
 
     Args:
         schema: of the table.
-        lines: of it.
+        lines: of the table.
         key: see `columns_of`.
 
     Raises:
@@ -201,9 +199,9 @@ class TableLines(Lines):
     """
 
     def __init__(self, schema: Any, lines: Iterator[bytes], key: str | None) -> None:
-        #: names of those that are read.
+        #: names of the columns that are read.
         self.columns = columns_of(schema, key)
-        #: the first row, from 0, and the place of each row group, or record batch, that was read so far.
+        #: the first row, from 0, and the place of each row group or record batch read so far.
         self.chunks: list[tuple[int, int]] = []
         super().__init__(lines)
 
@@ -215,16 +213,16 @@ class TableLines(Lines):
 
 
 def _plain(value: Any) -> str:
-    """Bytes are UTF-8, as Spark writes texts; those that are not stay as they are, for --invalid-utf8 to decide."""
+    """Bytes as UTF-8, as Spark writes texts; invalid ones are kept for --invalid-utf8 to decide."""
     return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else str(value)
 
 
 def columns_of(schema: Any, key: str | None = None) -> list[str]:
-    """Names of the columns that are read; see `TableLines`.
+    """Names of the columns to read; see `TableLines`.
 
     Args:
         schema: of the table.
-        key: of the text or the messages, if it has an unusual name.
+        key: the column of the text or the messages, if it has an unusual name.
 
     Raises:
         pyarrow.ArrowInvalid: two columns have the same name.
@@ -238,22 +236,22 @@ def columns_of(schema: Any, key: str | None = None) -> list[str]:
     def is_read(field: Any) -> bool:
         if kinds.is_binary(field.type) or kinds.is_large_binary(field.type):
             return field.name in texts
-        # Times may be finer, or further away, than Python's.
+        # Times may be finer than Python's, or out of their range.
         return not (kinds.is_fixed_size_binary(field.type) or kinds.is_temporal(field.type))
 
     return [field.name for field in schema if is_read(field)]
 
 
 class ParquetLines(TableLines):
-    """The rows of a Parquet file, as JSON lines.
+    """The rows of a Parquet file as JSON lines.
 
     Args:
         file: open for reading, seekable.
-        size: bytes of it.
+        size: of the file, in bytes.
         key: see `columns_of`.
 
     Raises:
-        SetupError: the library `pyarrow` is missing.
+        SetupError: `pyarrow` is missing.
         pyarrow.ArrowException: it is not a Parquet file, or its footer is damaged.
     """
 
@@ -268,7 +266,7 @@ class ParquetLines(TableLines):
         super().__init__(self._file.schema_arrow, self._read(), key)
 
     def raw_position(self) -> int:
-        """Bytes of the file that hold the rows that were read (about)."""
+        """Approximate number of bytes of the file for the rows read so far."""
         return self._size * self._done // max(int(self._rows), 1)
 
     def _read(self) -> Iterator[bytes]:
@@ -283,22 +281,22 @@ class ParquetLines(TableLines):
                     self._done += batch.num_rows
                     yield lines
             except damaged as error:
-                if isinstance(error, OSError) and error.errno:  # the file system's, not the file's
+                if isinstance(error, OSError) and error.errno:  # an error of the file system, not of the file
                     raise
                 yield (json.dumps(f"row group {group} is damaged: {error}") + "\n").encode() * left
                 self._done += left
 
 
 class ArrowLines(TableLines):
-    """A stream of JSON lines of an Arrow file, in the file format or the stream format.
+    """The rows of an Arrow file, in the file format or the stream format, as JSON lines.
 
     Args:
         file: open for reading, seekable.
-        size: bytes of it.
+        size: of the file, in bytes.
         key: see `columns_of`.
 
     Raises:
-        SetupError: the library `pyarrow` is missing.
+        SetupError: `pyarrow` is missing.
         pyarrow.ArrowException: it is not an Arrow file, or it is damaged.
     """
 
@@ -318,11 +316,11 @@ class ArrowLines(TableLines):
         super().__init__(self._reader.schema, self._read(), key)
 
     def raw_position(self) -> int:
-        """Bytes of the file that were read (about)."""
+        """Approximate number of bytes of the file read so far."""
         return int(self._source.tell())
 
     def _read(self) -> Iterator[bytes]:
-        # What a dictionary means stands elsewhere than in the batch.
+        # The values of a dictionary are not in the batch.
         alone = not any("dictionary<" in str(field.type) for field in self._reader.schema)
         rows, at = 0, self._source.tell()
         for batch in self._reader:
@@ -336,7 +334,7 @@ class ArrowLines(TableLines):
 
 
 def _footer(file: Any, size: int) -> int:
-    """The offset at which the footer of a file in the file format begins."""
+    """The offset of the footer in a file of the file format."""
     file.seek(max(size - len(_FILE) - 4, 0))
     nbytes, magic = int.from_bytes(file.read(4), "little", signed=True), file.read()
     if magic != _FILE or not 0 < nbytes < size:
@@ -345,7 +343,7 @@ def _footer(file: Any, size: int) -> int:
 
 
 def read_schema(file: Any) -> Any:
-    """Read the schema of an Arrow file; the next message follows."""
+    """Read the schema of an Arrow file; leaves the file at the next message."""
     from pyarrow import ipc
 
     file.seek(0)

@@ -1,9 +1,9 @@
-"""`RowSource`: rows of raw files as documents whose lengths are known and whose tokens are made when they are read.
+"""`RowSource`: rows of raw files as documents; lengths come from an index, and tokens are made when they are read.
 
 raw files -- megaresume prepare --index-only --> .idx, .places -- data.yaml --> RowSource -- one row --> tokens
 
-length(i)               .idx                                                          planning: no raw file is touched
-read(i, offset, n)      .places -> row -> the functions of `prepare` -> exactly the tokens that the index was made of
+length(i)               .idx                                                          planning: reads no raw file
+read(i, offset, n)      .places -> row -> the functions of `prepare` -> exactly the tokens that the index was built from
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from megaresume.data.sidecar import changed, map_file
 from megaresume.data.streams import unpacked
 from megaresume.stream.errors import CorpusError, MegaresumeError
 
-#: The tokens of recent documents that each process keeps: neighbouring pieces of a document are made once.
+#: tokens of recent documents that each process keeps, so that adjacent pieces of a document are tokenized once.
 RECENT = 1 << 21
-#: bytes of row groups and record batches that are kept decoded, by each process; one is kept whatever its size.
+#: bytes of decoded row groups and record batches that each process keeps; at least one, whatever its size.
 KEPT = 64 << 20
-#: The number of tables that are kept open.
+#: tables kept open.
 OPEN = 64
-#: bytes fetched at once of a table, at least.
+#: least bytes fetched at once from a table.
 BLOCK = 64 << 10
-#: The flag for memory of which little is used; Python has no name for it before 3.13. Other systems reserve nothing.
+#: For a mapping of which little is used; Python has no name for it before 3.13. Other systems reserve nothing.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
 class RowSource(IndexedDocuments):
-    """Documents of a corpus that ``megaresume prepare --index-only`` made: the same as of its .bin, if it had one.
+    """Documents of a corpus made by ``megaresume prepare --index-only``: the same as if it had a .bin.
 
     Args:
         path: prefix of the corpus.
-        inputs: directory or URL of the raw files; None: where they were.
+        inputs: directory or URL of the raw files; None: as in the index.
 
     Raises:
         CorpusError: a file of the index is missing or damaged.
@@ -84,7 +84,7 @@ class RowSource(IndexedDocuments):
 
     @functools.cached_property
     def raw_files(self) -> RawFiles:
-        """The files of the rows."""
+        """The files that have the rows."""
         return RawFiles(self._index, self._inputs, self._spec)
 
     @property
@@ -94,7 +94,7 @@ class RowSource(IndexedDocuments):
 
     @property
     def numbered(self) -> object:
-        """The numbering of the documents of its files: which rows are one, and how many there are in each file."""
+        """Numbers the documents: which rows are documents, and how many each file has; compared between indexes."""
         counts = [(file["unit"], file["records"]) for file in self._index.header["files"]]
         return counts, self._index.header["encoder"]["text"]
 
@@ -107,12 +107,12 @@ class RowSource(IndexedDocuments):
         return DocumentEncoder(self._spec)
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
-        """`length` tokens of document i from token `offset` on: read-only, dtype as the index says.
+        """`length` tokens of document i from token `offset` on: read-only, with the dtype of the index.
 
         Raises:
             IndexError: no such document, or the range leaves it.
-            CorpusError: its file is missing or changed, or its tokens are not those of the index.
-            SetupError: the store does not answer, or there is no room to unpack a compressed file.
+            CorpusError: its file is missing or changed, or its tokens differ from the index.
+            SetupError: the store does not answer, or there is no room to decompress a file.
         """
         self._check_range(i, offset, length)
         with self._lock:
@@ -124,7 +124,7 @@ class RowSource(IndexedDocuments):
         return tokens[offset : offset + length]
 
     def places(self, i: int) -> list[Place]:
-        """Where the bytes of document i are; none if they are not read on their own, as those of Parquet."""
+        """The place of document i; empty if its bytes are not read by themselves, as in Parquet."""
         place = self.raw_files.bytes_of(self._index.place(i))
         return [] if place is None else [place]
 
@@ -143,15 +143,15 @@ class RowSource(IndexedDocuments):
     def _made(self, i: int) -> npt.NDArray[Any]:
         place = self._index.place(i)
         if self.files.cache is not None:
-            with contextlib.suppress(CorpusError):  # the cache may have what a file was for a time
+            with contextlib.suppress(CorpusError):  # the cache may have bytes of another version of the file
                 return self._made_of(i, place, self.raw_files.read(place))
         return self._made_of(i, place, self.raw_files.read(place, again=self.files.cache is not None))
 
     def _made_of(self, i: int, place: RecordPlace, data: bytes) -> npt.NDArray[Any]:
         unit = self._index.header["files"][place.file]["unit"]
-        if unit == "json":  # an element of an array may have several lines, of which `prepare` made one
+        if unit == "json":  # an element of an array may span lines, which `prepare` joined
             data = data.replace(b"\n", b" ").replace(b"\r", b" ")
-        # Not line 0, whose first character may be a mark.
+        # Not line 0, whose first character may be a byte order mark.
         piece = Piece(name=self.raw_files.path(place.file), unit=unit, line=1, data=data)
         try:
             documents = list(documents_of(piece, self._spec.text))
@@ -170,7 +170,7 @@ class RowSource(IndexedDocuments):
         raise self._other(i, place, found)
 
     def _other(self, i: int, place: RecordPlace, found: str) -> CorpusError:
-        """A document that does not become the tokens that it became when the index was made."""
+        """The error for a document whose tokens are not those that it had when the index was made."""
         now = library_versions()
         differ = [
             f"{name} {version}, with {now.get(name, 'none')} here"
@@ -190,14 +190,14 @@ class RowSource(IndexedDocuments):
 
 
 class RawFiles:
-    """The bytes of a document by its place: a range of a file, or a row of a row group or record batch.
+    """Reads a document by its place: a range of a file, or a row of a row group or record batch.
 
     Safe to share between threads and to fork.
 
     Args:
         index: of the corpus.
-        inputs: directory or URL of the files; None: where they were.
-        spec: what makes tokens of them: of texts one column is read, of conversations all.
+        inputs: directory or URL of the files; None: as in the index.
+        spec: what tokenizes them: for texts, one column is read; for conversations, all.
     """
 
     def __init__(self, index: RowIndex, inputs: str | None, spec: EncoderSpec) -> None:
@@ -206,10 +206,10 @@ class RawFiles:
         self._key = spec.text.json_key
         self._texts = spec.text.conversations is None
         self.files = ShardFiles()
-        #: the files into which compressed ones were unpacked, and their sizes then.
+        #: the decompressed copies of compressed files, and their sizes at that time.
         self._plain: dict[int, tuple[str, int]] = {}
         self._names: dict[int, tuple[str, str]] = {}
-        #: the tables that `_table` opened, and the row groups and record batches read last.
+        #: the open tables of `_table`, and the row groups and record batches read last.
         self._tables: OrderedDict[int, Any] = OrderedDict()
         self._chunks: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._lock = RLock()
@@ -220,7 +220,7 @@ class RawFiles:
         return [self.path(file) for file in range(len(self._index.files))]
 
     def _named(self, file: int) -> tuple[str, str]:
-        """Path and suffix of an input: pathlib takes longer to find that than a row to be read."""
+        """Path and suffix of an input, cached: with pathlib, finding them takes longer than reading a row."""
         if file not in self._names:
             path = self.path(file)
             self._names[file] = path, Path(path).suffix
@@ -232,7 +232,7 @@ class RawFiles:
         return path if "://" in path else f"{self._root}/{path}"
 
     def bytes_of(self, place: RecordPlace) -> Place | None:
-        """The range of bytes that is a document; None if it is none, or of a file that is compressed.
+        """The range of bytes of a document; None if it is not one, or the file is compressed.
 
         Raises:
             CorpusError: the index is damaged there.
@@ -243,11 +243,11 @@ class RawFiles:
         return self._index.range_of(place, self.files, path, self._index.files[place.file].size)
 
     def read(self, place: RecordPlace, *, again: bool = False) -> bytes:
-        """A document: its text, or its row as a JSON line. ``again``: not from the cache, see `ShardFiles.fetch`.
+        """A document: its text, or its row as a JSON line. ``again``: bypass the cache, see `ShardFiles.fetch`.
 
         Raises:
-            CorpusError: its file is missing, damaged, or of another size than when the index was made.
-            SetupError: the store does not answer; no room to unpack.
+            CorpusError: its file is missing, damaged, or not of the size that it had when the index was made.
+            SetupError: the store does not answer; no room to decompress.
         """
         self._check(place.file)
         _, suffix = self._named(place.file)
@@ -257,7 +257,7 @@ class RawFiles:
         return self.files.fetch(lies, again=again)
 
     def where(self, place: RecordPlace) -> str:
-        """A document, for people: file and line, or row, from 1."""
+        """The file and line, or row, of a document, from 1, to show to people."""
         path = self.path(place.file)
         try:
             if Path(path).suffix == ".parquet":
@@ -336,9 +336,9 @@ class RawFiles:
 
         table = self._table(file)
         columns = self._columns(table.schema_arrow)
-        # Arrow would read through Python's file in a thread of its own, even with use_threads=False: a store may need a
-        # minute for an answer, and a thread that comes back into a Python which has ended aborts the process.
-        # So it is given memory: as large as the file, of which only what is put there takes room.
+        # Arrow would read Python's file in its own thread, even with use_threads=False. A store may take a minute to
+        # answer, and a thread that returns to a finalized Python aborts the process. So it reads from memory: a mapping
+        # as large as the file, in which only what is written takes space.
         size = self._index.files[file].size
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         for start, stop in _column_ranges(table.metadata.row_group(group), columns, size):
@@ -356,10 +356,10 @@ class RawFiles:
         return batch.select(self._columns(schema))
 
     def _columns(self, schema: Any) -> list[str]:
-        """Names of the columns that a row is made of.
+        """Names of the columns that a row is built from.
 
         Raises:
-            KeyError: the table has no column of texts.
+            KeyError: the table has no text column.
         """
         key = self._key or "text"
         if not self._texts:
@@ -391,7 +391,7 @@ class RawFiles:
 
 
 def _column_ranges(group: Any, columns: Sequence[str], size: int) -> list[tuple[int, int]]:
-    """The byte ranges of the columns of a row group in its file, as few as possible, in order."""
+    """The byte ranges of the columns of a row group in its file: as few as possible, in order."""
     ranges: list[tuple[int, int]] = []
     for number in range(group.num_columns):
         column = group.column(number)
@@ -400,7 +400,7 @@ def _column_ranges(group: Any, columns: Sequence[str], size: int) -> list[tuple[
         first = column.data_page_offset
         if column.has_dictionary_page and column.dictionary_page_offset is not None:
             first = min(first, column.dictionary_page_offset)
-        # Old writers leave the header of the dictionary out of the length; Arrow reads on so far.
+        # Old writers do not count the dictionary's header in the length; Arrow reads that much more.
         start, stop = max(first, 0), min(first + column.total_compressed_size + 100, size)
         if ranges and start - ranges[-1][1] <= BLOCK and start >= ranges[-1][0]:
             ranges[-1] = ranges[-1][0], max(stop, ranges[-1][1])

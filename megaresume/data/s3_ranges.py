@@ -1,11 +1,11 @@
-"""Range reads of S3 by obstore, where it is installed: a sixth of the processor time that s3fs takes for each.
+"""Range reads from S3 by obstore, if installed: each takes a sixth of the CPU time that s3fs needs.
 
-Where the store is, and with which credentials, s3fs says:
+s3fs determines where the store is and which credentials to use:
 
-    s3fs, opened as it is configured -- endpoint, region, credentials --> obstore's S3Store of each bucket
+    s3fs, opened as configured -- endpoint, region, credentials --> obstore's S3Store for each bucket
 
-What was configured that obstore would do in another way, or not at all, leaves the reads to s3fs; so does a request
-that failed, which `megaresume.data.remote` makes again through s3fs: errors are those of s3fs, whoever met them first.
+If something is configured that obstore would do differently or not at all, s3fs does the reads. A failed request is
+repeated by `megaresume.data.remote` through s3fs, so all errors are those of s3fs.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-#: The settings of s3fs, its ``config_kwargs`` and ``client_kwargs`` that obstore is given too, or that no read depends
-#: on.
+#: Settings of s3fs, of its ``config_kwargs`` and of its ``client_kwargs`` that are passed on to obstore, or do not
+#: matter for reads.
 _KNOWN = {"key", "secret", "token", "endpoint_url", "profile", "cache_regions", "config_kwargs", "client_kwargs"}
 _KNOWN_CONFIG = {
     *("max_pool_connections", "connect_timeout", "read_timeout", "retries", "region_name", "s3"),
     "http_session_cls",  # `megaresume.checkpoint.store.http_session`
 }
 _KNOWN_CLIENT = {"region_name", "endpoint_url"}
-#: certificates that botocore is told of, and obstore is not.
+#: certificates that botocore reads and obstore does not.
 _CERTIFICATES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")
-#: The time for which credentials that may expire are used; botocore renews them before they do.
+#: How long credentials that may expire are used; botocore renews them earlier.
 _RENEW = timedelta(minutes=5)
-#: requests in a row that fail, after which s3fs makes them, and for how many seconds.
+#: failed requests in a row after which s3fs takes over, and for how many seconds.
 FAILURES, REST = 8, 60.0
 
-#: whether a process that forked had loaded obstore. Its threads are not in this one, and a request would wait forever.
+#: whether the parent had loaded obstore before the fork. Its threads are not in this process; a request would hang.
 _of_parent = False
 _before_fork: list[bool] = []
 
@@ -53,7 +53,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class S3Ranges:
-    """Reads ranges of S3 as an s3fs filesystem is configured. Safe to share between threads, in one process.
+    """Reads ranges from S3 as an s3fs filesystem is configured. Safe to share between threads, in one process.
 
     Args:
         filesystem: of s3fs, see `of`.
@@ -68,7 +68,7 @@ class S3Ranges:
 
     @classmethod
     def of(cls, filesystem: Any) -> S3Ranges | None:
-        """Make one for a filesystem of fsspec; None if it is not s3fs's, or is configured as obstore cannot be.
+        """Make one for an fsspec filesystem; None if it is not s3fs's, or has settings that obstore cannot follow.
 
         Raises:
             Exception: what s3fs does if it cannot be connected.
@@ -93,13 +93,13 @@ class S3Ranges:
 
     @property
     def rests(self) -> bool:
-        """Whether it failed so often that s3fs is to be asked."""
+        """Whether it failed so often that s3fs should be used."""
         return self._failed >= FAILURES and time.monotonic() < self._rests_until
 
     def read(self, url: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of an object, fewer if it is shorter.
 
-        Raises:
+        OSError: any failure.
             OSError: whatever failed.
         """
         import obstore
@@ -107,7 +107,7 @@ class S3Ranges:
         return self._made(url, lambda store, path: obstore.get_range(store, path, start=offset, length=nbytes))
 
     def read_with_identity(self, url: str, offset: int, nbytes: int) -> tuple[int, str, memoryview]:
-        """Bytes and ETag of the whole object, and the bytes that `read` gives, by one request; raises as `read`."""
+        """Size in bytes and ETag of the whole object, and the bytes of `read`, by one request; raises as `read`."""
         import obstore
 
         meta: dict[str, Any] = {}
@@ -127,9 +127,9 @@ class S3Ranges:
             data = memoryview(request(self._store(bucket), path))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of obstore is no Exception
+        except BaseException as error:  # a panic in obstore is not an Exception
             self._failed, self._rests_until = self._failed + 1, time.monotonic() + REST
-            # Not what obstore calls it: that an object is missing, say, s3fs may see otherwise.
+            # Without obstore's type of error: s3fs may not agree that an object is missing.
             raise OSError(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
         self._failed = 0
         return data
@@ -156,7 +156,7 @@ class S3Ranges:
             return self._stores[bucket]
 
     def _credentials(self) -> Any:
-        """The credentials as obstore asks for them, in a thread of its own."""
+        """Credentials as obstore asks for them, in its own thread."""
         filesystem = self._filesystem
         if filesystem.key and filesystem.secret:
             key, secret, token = filesystem.key, filesystem.secret, filesystem.token

@@ -1,5 +1,6 @@
-"""Bytes of shards, wherever they lie: local files through a cache of open descriptors, others through `RemoteStore`.
-What is read mostly forwards is read one block at a time.
+"""Reads bytes of shards: local files through a cache of open descriptors, others through `RemoteStore`.
+
+Anything read mostly forwards is read one block at a time.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ from megaresume.data.remote import RemoteStore, is_url
 from megaresume.files import open_file
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError
 
-#: local shards that are kept open, by each process.
+#: local shards that each process keeps open.
 MAX_OPEN = 64
-#: The most bytes of one record: an index holds them as uint32.
+#: The largest record, in bytes: an index stores sizes as uint32.
 MAX_RECORD_BYTES = (1 << 32) - 1
 #: bytes read at once when a whole shard is read.
 SCAN_BLOCK = 8 << 20
-#: bytes of a region, which the cache keeps with its checksum in as many whole blocks: about what can be read in the
-#: time of a request.
+#: bytes of a region, the unit of the cache for small records: about what can be read in the time of a request. With its
+#: checksum it fills whole disk blocks.
 REGION = (64 << 10) - CHECKSUM
-#: a record of so many bytes is read with all of its region, if there is a cache: the others in it will be needed too.
+#: a record of up to this many bytes is read with its whole region, if there is a cache: its neighbours follow.
 SMALL = REGION // 4
 #: bytes of a shard that the cache keeps in one file.
 TOGETHER = 16 * REGION
-#: bytes in which lines are counted, for an error.
+#: bytes read at once to count lines, for an error.
 COUNTED = 1 << 20
-#: The errors that say that a path is no file: nothing is there, or something else.
+#: The errors that say that a path is not a file.
 _NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP)
 
 _RESTORE = "restore the file, or see on_fault"
 
 
 class RecordError(CorpusError):
-    """Raised if one record cannot be read while the shard around it can: a fault policy may answer to it."""
+    """Raised if one record cannot be read although its shard can: a fault policy may handle it."""
 
 
 def local_path(path: str) -> str:
@@ -51,11 +52,11 @@ def local_path(path: str) -> str:
 
 
 class ShardFiles:
-    """Reads ranges of shards. Safe to share between threads, to fork and to pickle: descriptors are opened again.
+    """Reads ranges of shards. Safe to share between threads, to fork and to pickle: descriptors are reopened.
 
     Args:
-        max_open: local files kept open; the one that was not read for longest is closed first.
-        cache: keeps what is read of stores; None if nothing is kept.
+        max_open: local files kept open; the least recently read is closed first.
+        cache: for reads from stores; None for no caching.
     """
 
     def __init__(self, max_open: int = MAX_OPEN, cache: DiskCache | None = None) -> None:
@@ -64,7 +65,7 @@ class ShardFiles:
         #: has bytes that were read before they are needed, if a loader reads ahead.
         self.ahead: ReadBefore | None = None
         self._open: OrderedDict[str, _Descriptor] = OrderedDict()
-        #: the identity of each shard, as `identity` said it.
+        #: the identity of each checked shard, see `identity`.
         self._checked: dict[str, str] = {}
         self._stores: dict[str, RemoteStore] = {}
         #: servers that answered with a range.
@@ -76,16 +77,15 @@ class ShardFiles:
 
     @property
     def num_open(self) -> int:
-        """The number of descriptors held now."""
+        """The number of open descriptors."""
         return len(self._open)
 
     def identity(self, path: str) -> str:
-        """An identity that changes when the shard is written again: its bytes, a colon, and its time of change, or the
-        store's.
+        """An identity that changes when the shard is written again: bytes, a colon, mtime or the store's stamp.
 
         Raises:
             CorpusError: it is missing.
-            SetupError: it cannot be reached, or not be read.
+            SetupError: it cannot be reached or read.
         """
         if is_url(path):
             info = self._store(path).info(path)
@@ -101,7 +101,7 @@ class ShardFiles:
         return f"{stat.st_size}:{stat.st_mtime_ns}"
 
     def check_ranges(self, path: str, size: int) -> None:
-        """Refuse a server that sends whole files where a range is asked for; asked once of each.
+        """Refuse a server that sends whole files when asked for a range; each server is asked once.
 
         Raises:
             SetupError: it does, or does not answer.
@@ -112,7 +112,7 @@ class ShardFiles:
             self._ranged.add(server)
 
     def check(self, path: str, size: int) -> None:
-        """Refuse a shard that has another size than when its index was made; asked once of each shard.
+        """Refuse a shard whose size differs from the index; each shard is asked once.
 
         Raises:
             CorpusError: it is missing, or has another size.
@@ -133,11 +133,11 @@ class ShardFiles:
         self._checked[path] = identity
 
     def is_checked(self, path: str) -> bool:
-        """Whether `check` would ask nothing more."""
+        """Whether `check` has nothing left to ask."""
         return path in self._checked
 
     def check_all(self, shards: Mapping[str, int]) -> None:
-        """Check several shards as `check` does: path -> size. Those on S3 are asked at the same time."""
+        """Check several shards as `check` does: path -> size. Those on S3 are asked concurrently."""
         first = next(iter(shards), "")
         if len(shards) == 1 or not first.startswith("s3://"):
             for path, size in shards.items():
@@ -148,12 +148,12 @@ class ShardFiles:
             list(pool.map(self.check, shards.keys(), shards.values()))
 
     def check_by_reading(self, place: Place, start: int, stop: int) -> Span | None:
-        """Check the file of a place as `check` does; if reading a range of it can tell the same, by that read.
+        """Check the file of a place as `check` does; if possible, by reading a range of it, which is then returned.
 
         Raises:
-            as `check`, which is asked if the answer is not as it should be.
+            as `check`, which is called if the read fails or shows another size.
         """
-        # What the cache has is found by what `check` asks for.
+        # The keys of the cache need the identity that `check` asks for.
         if place.path not in self._checked and is_url(place.path) and (self.cache is None or self.cache.is_new):
             found = self._store(place.path).view_with_identity(place.path, start, stop - start)
             if found is not None and found[0] == place.size:
@@ -163,12 +163,12 @@ class ShardFiles:
         return None
 
     def fetch(self, place: Place, *, again: bool = False) -> bytes:
-        """The bytes of a place: those that were read ahead, those of the cache, or read now, and then kept by it.
+        """The bytes of a place: read ahead, from the cache, or read now and then cached.
 
-        What is kept may have been read while the file was another one for a time: ``again`` replaces it.
+        Cached bytes may be of another version that the file had for a time: ``again`` replaces them.
 
         Raises:
-            CorpusError: the file is missing, shorter, or of another size than when its index was made.
+            CorpusError: the file is missing, shorter, or not of the size in the index.
             SetupError: it cannot be reached.
         """
         data = None if again or self.ahead is None else self.ahead.take(place)
@@ -183,9 +183,9 @@ class ShardFiles:
         return data
 
     def around(self, places: Sequence[Place]) -> tuple[int, int]:
-        """What to read for places of one file: all from the first to the last one, or to the ends of their regions."""
+        """The range to read for places of one file: from first to last, extended to whole regions for small records."""
         start, stop = min(place.offset for place in places), max(place.stop for place in places)
-        # Of a file that was not checked yet it is likely that it will be kept.
+        # A file that was not checked yet will probably be cached.
         keeps = places[0].path not in self._checked or self._keeps(places[0])
         kept = self.cache is not None and self.cache.has_room and is_url(places[0].path) and keeps
         if kept and any(map(is_small, places)):
@@ -193,7 +193,7 @@ class ShardFiles:
         return start, stop
 
     def read_span(self, place: Place, start: int, stop: int) -> Span:
-        """The bytes from ``start`` to ``stop`` of the file of a place, by one request.
+        """The bytes ``start`` to ``stop`` of the file of a place, by one request.
 
         Raises:
             as `read`, and `read_whole`.
@@ -205,8 +205,8 @@ class ShardFiles:
         return Span(start, self.read(place.path, start, stop - start))
 
     def kept(self, places: Sequence[Place]) -> dict[Place, bytes]:
-        """Get places of one shard, which was checked, from the cache: each region is read once for all of them."""
-        found = {place: b"" for place in places if not place.nbytes and not place.whole}  # they lie in no region
+        """Places of one checked shard from the cache; each region is read once for all of them."""
+        found = {place: b"" for place in places if not place.nbytes and not place.whole}  # they are in no region
         if self.cache is None or not self._keeps(places[0]):
             return found
         regions: dict[int, bytes | None] = {}
@@ -235,12 +235,12 @@ class ShardFiles:
         return found
 
     def keep(self, places: Sequence[Place], span: Span, *, again: bool = False) -> None:
-        """Have the cache keep what was read of places of one shard, which was checked.
+        """Cache the bytes read for places of one checked shard.
 
         Args:
-            places: those asked for; of small ones all regions are kept that were read.
-            span: where they lie.
-            again: also what it has.
+            places: those asked for; for small ones, every region read is cached.
+            span: the bytes read.
+            again: replace what is cached.
         """
         if self.cache is None or not self._keeps(places[0]):
             return
@@ -259,7 +259,7 @@ class ShardFiles:
         """A whole file.
 
         Raises:
-            RecordError: it is missing, no file, or too large for a record.
+            RecordError: it is missing, not a file, or too large for a record.
             SetupError: it cannot be reached.
         """
         if is_url(path):
@@ -278,12 +278,12 @@ class ShardFiles:
             raise _cannot_open(path, error) from error
 
     def line_at(self, path: str, offset: int) -> int:
-        """Number of the line at a byte of a file, from 1: all before it is read."""
+        """The number of the line at an offset of a file, from 1: reads everything before it."""
         parts = range(0, offset, COUNTED)
         return 1 + sum(self.read(path, at, min(COUNTED, offset - at)).count(b"\n") for at in parts)
 
     def read(self, path: str, offset: int, nbytes: int) -> bytes:
-        """Exactly ``nbytes`` bytes of a shard, by one range read; the cache is not asked.
+        """Exactly ``nbytes`` bytes of a shard, by one range read that bypasses the cache.
 
         Raises:
             CorpusError: it is missing, or shorter.
@@ -309,23 +309,23 @@ class ShardFiles:
         return data
 
     def will_need(self, path: str, offset: int, nbytes: int) -> None:
-        """Have the kernel read a range of a local shard into its cache. What is wrong with it shows when it is read."""
+        """Have the kernel read a range of a local shard into its cache. Errors show when it is read."""
         if hasattr(os, "posix_fadvise"):  # not on macOS
             with contextlib.suppress(MegaresumeError, OSError):
                 os.posix_fadvise(self._descriptor(path).number, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def scan(self, path: str, size: int) -> BlockFile:
-        """The shard as a file to be read from front to back."""
+        """The shard as a file to be read from start to end."""
         return BlockFile(lambda offset, nbytes: self.read(path, offset, nbytes), size, SCAN_BLOCK)
 
     def _keeps(self, place: Place) -> bool:
-        """Whether the cache may have it. What was written again is another file; without a stamp nobody could tell."""
+        """Whether it may be cached. A rewritten file must have another key; without a stamp, it would not."""
         stamp = self._checked.get(place.path, "").partition(":")[2]
         return self.cache is not None and is_url(place.path) and (place.whole or bool(stamp))
 
     def _key(self, place: Place, what: str = "records") -> str:
-        """Names the cache's file of a place."""
-        if place.whole:  # each reader compares it with the index, which spares a request
+        """The key of the cache's file for a place."""
+        if place.whole:  # readers compare it with the index, which saves a request
             return f"{place.path} whole"
         return f"{place.path} {self._checked[place.path]} {what} {place.offset // TOGETHER}"
 
@@ -348,59 +348,59 @@ class ShardFiles:
 
 
 class Place(NamedTuple):
-    """Where a record lies, or a file that belongs to one."""
+    """The place of a record, or of a file that belongs to one."""
 
     files: ShardFiles
     path: str
-    #: bytes of the whole shard, as indexed.
+    #: size of the whole shard in bytes, as indexed.
     size: int
     offset: int
-    #: bytes; of a whole file, about so many.
+    #: bytes; of a whole file, approximately.
     nbytes: int
-    #: whether no index knows the size: the file is read to its end.
+    #: whether the index does not know the size, so that the file is read to its end.
     whole: bool = False
 
     @property
     def stop(self) -> int:
-        """The byte after the last one."""
+        """The offset after the last byte."""
         return self.offset + self.nbytes
 
     @property
     def held(self) -> bool:
-        """Whether it is read ahead into memory. Of local shards the kernel does that."""
+        """Whether read-ahead keeps it in memory. For local shards, the kernel does."""
         return self.whole or is_url(self.path)
 
 
 class Span(NamedTuple):
     """Bytes of a file."""
 
-    #: the first one's place in it.
+    #: offset of the first byte in the file.
     start: int
     data: bytes | memoryview
 
     @property
     def stop(self) -> int:
-        """The byte after the last one."""
+        """The offset after the last byte."""
         return self.start + len(self.data)
 
     def of(self, place: Place) -> bytes:
-        """The bytes of a place within what was read."""
+        """The bytes of a place within this span."""
         return bytes(self.view(place))
 
     def view(self, place: Place) -> bytes | memoryview:
-        """The bytes of a place, not copied if they need not be."""
+        """The bytes of a place, copied only if necessary."""
         return self.data if place.whole else self.data[place.offset - self.start : place.stop - self.start]
 
 
 def is_small(place: Place) -> bool:
-    """Whether the cache keeps the regions around it: of tiny records it would have more files than data."""
+    """Whether the cache stores its regions: one file for each tiny record would be more files than data."""
     return not place.whole and place.nbytes <= SMALL
 
 
 def _slot(place: Place, apart: int) -> int | None:
-    """Where the cache's file keeps a place, of which no two begin within ``apart`` bytes; None: it is all of the file.
+    """The offset of a place in the cache's file, if no two places begin within ``apart`` bytes; None: the whole file.
 
-    A checksum stands before each.
+    Each is preceded by a checksum.
     """
     within = place.offset % TOGETHER
     return None if place.whole else within + CHECKSUM * (within // apart)
@@ -412,15 +412,15 @@ def _region(number: int, shard: Place) -> Place:
 
 
 class ReadBefore(Protocol):
-    """`megaresume.data.read_ahead.Ahead`, for those who read."""
+    """`megaresume.data.read_ahead.Ahead`, as readers see it."""
 
     def take(self, place: Place) -> bytes | None:
-        """The bytes of a place; None: to be read by the caller."""
+        """The bytes of a place; None: the caller reads them."""
         ...
 
 
 class _Descriptor:
-    """Closed with the last reference to it: never under a thread that reads."""
+    """A descriptor that is closed with the last reference to it, so never while a thread reads."""
 
     def __init__(self, path: Path) -> None:
         with open_file(path) as file:
@@ -451,12 +451,12 @@ def _cannot_open(path: str, error: OSError) -> CorpusError | SetupError:
 
 
 class BlockFile(io.RawIOBase):
-    """A file as `tarfile` needs it, with `read_at`.
+    """A file with the methods that `tarfile` needs, and `read_at`.
 
     Args:
-        fetch: (offset, bytes) -> exactly so many bytes of the file.
+        fetch: (offset, bytes) -> exactly that many bytes of the file.
         size: of the file, in bytes.
-        block: bytes fetched at once.
+        block: bytes read at once.
     """
 
     def __init__(self, fetch: Callable[[int, int], bytes], size: int, block: int = 4 << 20) -> None:
@@ -468,19 +468,19 @@ class BlockFile(io.RawIOBase):
         self._data = b""
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """True."""
         return True
 
     def seekable(self) -> bool:
-        """True: it can be sought in."""
+        """True."""
         return True
 
     def tell(self) -> int:
-        """Where the next read starts, in bytes."""
+        """The offset of the next read, in bytes."""
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move; may lie after the end, as in any file."""
+        """Set the offset; may be after the end, as in any file."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = base + offset
         return self._position
@@ -493,13 +493,13 @@ class BlockFile(io.RawIOBase):
         return data
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, for what is buffered above it."""
+        """Read into a buffer, for a buffered reader on top."""
         data = self.read(len(buffer))
         buffer[: len(data)] = data
         return len(data)
 
     def read_at(self, offset: int, nbytes: int) -> bytes:
-        """Bytes from a place, which must lie within the file; the position stays."""
+        """Bytes from an offset, all within the file; does not move the position."""
         if not nbytes:
             return b""
         start = offset - self._start

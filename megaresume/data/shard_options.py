@@ -1,4 +1,4 @@
-"""``kind: webdataset``, ``image_folder`` and ``energon`` in a data.yaml: options to `ShardSource`."""
+"""``kind: webdataset``, ``image_folder`` and ``energon`` in a data.yaml: turns their options into a `ShardSource`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _files(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardOptions(Options):
-    """The options of ``kind: webdataset``; see `ShardSource` for what the policies mean."""
+    """The options of ``kind: webdataset``; `ShardSource` explains the policies."""
 
     ALSO: ClassVar[tuple[str, ...]] = ("kind", "split", *SOURCE_KEYS)
     #: tar shards, if they are not where the index says.
@@ -46,13 +46,13 @@ class ShardOptions(Options):
     too_long: TooLong = "error"
     max_tokens: Annotated[int, Within(1, 1 << 40)] | None = None
     augment: Any = None
-    #: options of the encoder that the index was made with, or the file that holds them.
+    #: options of the encoder that the index was made with, or the file that has them.
     encoder: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageFolderOptions(ShardOptions):
-    """The options of ``kind: image_folder``, whose ``path`` names JSON lines."""
+    """The options of ``kind: image_folder``, whose ``path`` is JSON lines."""
 
     #: directory or URL of the images, if it is not where the index says.
     image_folder: Annotated[Any, Before(_directory)] = None
@@ -72,7 +72,7 @@ def open_webdataset(options: Mapping[str, Any], name: str, base_dir: Path) -> Sh
 
     Raises:
         ConfigError: an unknown option, or one that does not fit the index.
-        CorpusError: index or shards are missing, damaged or others.
+        CorpusError: index or shards are missing, damaged or different.
     """
     said: ShardOptions = read(ShardOptions, options, f"source '{name}'", inside=f"sources.{name}")
     index = _index(said, name, base_dir)
@@ -85,7 +85,7 @@ def open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> 
 
     Raises:
         ConfigError: an unknown option, or one that does not fit the index.
-        CorpusError: index, JSON lines or the folder are missing, damaged or others.
+        CorpusError: index, JSON lines or folder are missing, damaged or different.
     """
     said: ImageFolderOptions = read(ImageFolderOptions, options, f"source '{name}'", inside=f"sources.{name}")
     index = _index(said, name, base_dir)
@@ -97,11 +97,11 @@ def open_image_folder(options: Mapping[str, Any], name: str, base_dir: Path) -> 
 
 
 def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> ShardSource:
-    """The source of ``{kind: energon, path: DIR, index: ...}``, with the parts of its own split.
+    """The source of ``{kind: energon, path: DIR, index: ...}``, with its own split.
 
     Raises:
         ConfigError: an unknown option or part, or one that does not fit the index.
-        CorpusError: index, data set or shards are missing, damaged or others.
+        CorpusError: index, data set or shards are missing, damaged or different.
     """
     said: EnergonOptions = read(EnergonOptions, options, f"source '{name}'", inside=f"sources.{name}")
     path = said.path
@@ -140,7 +140,7 @@ def open_energon(options: Mapping[str, Any], name: str, base_dir: Path) -> Shard
 
 
 def default_index(path: str | os.PathLike[str]) -> str:
-    """The index of an Energon directory, by default: beside it, ``DIR.shards.idx``."""
+    """The default index of an Energon directory: beside it, ``DIR.shards.idx``."""
     return os.fspath(path).rstrip("/") + SUFFIX
 
 
@@ -227,7 +227,7 @@ def _check_kind(index: ShardIndex, name: str, kind: str) -> None:
 
 
 def _moved(path: Any, index: ShardIndex, name: str, base_dir: Path) -> Sequence[str] | None:
-    """The files of an index at another place, if there is one."""
+    """The files of an index at another path, if one is given."""
     if path is None:
         return None
     patterns = [path] if isinstance(path, str | os.PathLike) else list(path)
@@ -235,7 +235,7 @@ def _moved(path: Any, index: ShardIndex, name: str, base_dir: Path) -> Sequence[
 
 
 def _same_shards(shards: Sequence[str], index: ShardIndex, name: str) -> Sequence[str]:
-    """The shards at another place, if they are those of the index."""
+    """The shards at another path, if they are those of the index."""
     wanted = [shard.path.rpartition("/")[2] for shard in index.files]
     found = [path.rpartition("/")[2] for path in shards]
     if found == wanted:

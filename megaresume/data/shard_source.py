@@ -1,6 +1,6 @@
-"""`ShardSource`: the image-text records of tar shards as documents, by the index that `megaresume prepare` wrote.
+"""`ShardSource`: the image-text records of tar shards as documents, read by an index of `megaresume prepare`.
 
-length(i)     tokens column of the index, cut as `too_long` says          planning: no shard is touched
+length(i)     tokens column of the index, cut as `too_long` says          planning: reads no shard
 encoded(i)    index -> one range read of the shard -> record -> encoder -> exactly length(i) tokens
 """
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from megaresume.encoding.images.encoder import ImageTextEncoder
     from megaresume.encoding.images.pixels import Levels
 
-#: What becomes of documents longer than `max_tokens`.
+#: What happens to documents longer than `max_tokens`.
 TooLong = Literal["error", "truncate", "drop"]
 
-#: The number that `num_images` gives for a record that could not be measured.
+#: `num_images` of a record that could not be measured.
 UNMEASURED = -1
 SHOWN = 3
 SCAN = 1 << 20
-#: rows whose images are looked for, if those of others are missing.
+#: rows whose images are looked for if images are missing.
 SOME = 8
 
 
@@ -50,17 +50,17 @@ class ShardSource(BaseSource):
     Args:
         index: path of the ``.shards.idx``, or the index.
         name: of the source, for errors.
-        shards: where the shards lie, in the order of the index; by default where the index says.
-        folder: where the images lie that rows of JSON lines name; by default where the index says.
-        policy: what becomes of a record that is not as the index announced it.
+        shards: paths of the shards, in the order of the index; by default those in the index.
+        folder: directory of the images that rows of JSON lines name; by default the one in the index.
+        policy: what happens to a record that differs from the index.
         max_tokens: length above which ``too_long`` applies; None: no limit.
-        too_long: ``error``: refuse when the source is opened; ``truncate``: cut to max_tokens, text at its end, an
-            image that does not fit whole is masked; ``drop``: length 0, so that the stream passes over it.
+        too_long: ``error``: refuse when the source is opened; ``truncate``: cut the text to max_tokens, and mask an
+            image that does not fit whole; ``drop``: length 0, so that the stream skips it.
         augment: steps of augmentation, as in data.yaml.
         parts: name -> (first, stop) documents, for a data set that has its own split.
 
     Raises:
-        ConfigError: an unknown policy, or augmentation that does not exist.
+        ConfigError: an unknown policy or augmentation.
         CorpusError: the index is missing or damaged; the first or last shard is missing or has another size; a
             document is too long.
     """
@@ -89,15 +89,15 @@ class ShardSource(BaseSource):
         self.parts = parts
         self.files = ShardFiles()
         self._scanned: dict[tuple[int, int], Fingerprint] = {}
-        #: whether the lengths are those that were written.
+        #: whether the lengths were verified by their hash.
         self._is_compared = False
         infos = self.index.files
         self._paths = [resolved(shard.path, self.index.path) for shard in infos] if shards is None else list(shards)
         self._tokens = self.index.column("tokens")
         self._limit = None if max_tokens is None or self.index.header["longest"] <= max_tokens else max_tokens
-        # A wrong path shows at once; that every shard is there is asked when it is first read.
+        # A wrong path shows at once; the other shards are checked when they are first read.
         self.files.check_all({self._paths[k]: infos[k].size for k in ((0, len(infos) - 1) if infos else ())})
-        #: the folder from which the images of JSON lines are read.
+        #: the folder of the images that JSON lines name.
         self._folder = Folder.of(self.index, folder, self.files)
         if self._folder is not None:
             self._folder.check()
@@ -112,7 +112,7 @@ class ShardSource(BaseSource):
         return f"ShardSource({str(self.index.path)!r}: {len(self)} documents)"
 
     def __len__(self) -> int:
-        """Documents: all records, those of length 0 too."""
+        """The number of documents: all records, also those of length 0."""
         return len(self.index)
 
     @property
@@ -121,24 +121,24 @@ class ShardSource(BaseSource):
 
     @property
     def longest(self) -> int:
-        """The number of tokens of the longest document, or the limit that all are held to."""
+        """The number of tokens of the longest document, or the limit for all of them."""
         longest = int(self.index.header["longest"])
         return longest if self.max_tokens is None else min(longest, self.max_tokens)
 
     @functools.cached_property
     def encoder(self) -> ImageTextEncoder:
-        """The one that the index was made with, and the augmentation of this source."""
+        """The encoder that the index was made with, with the augmentation of this source."""
         from megaresume.encoding.images.encoder import ImageTextEncoder
 
         return ImageTextEncoder(self.index.header["encoder"]["spec"]).augmented(self.augment)
 
     @property
     def levels(self) -> Levels | None:
-        """The map from 8-bit levels of its images to pixels; None if they have no levels, or that is not known."""
+        """The map from 8-bit levels of its images to pixels; None if there are no levels, or they are unknown."""
         return self.encoder.levels if type(self) is ShardSource else None
 
     def augmented(self, steps: object) -> ShardSource:
-        """The same documents with these steps of augmentation (None: without any).
+        """The same documents with these augmentation steps (None: without any).
 
         Raises:
             ConfigError: an unknown step or option, or a bad value.
@@ -192,8 +192,8 @@ class ShardSource(BaseSource):
 
         Raises:
             IndexError: no such document.
-            CorpusError: the record is not as the index says and the policy is ``error``; or the shard as a whole is
-                missing or another one, which no policy covers.
+            CorpusError: the record differs from the index and the policy is ``error``; or the whole shard is missing or
+                different, which no policy covers.
             SetupError: the store does not answer.
         """
         from megaresume.encoding.images.document import encode_as_indexed, fit_document
@@ -203,7 +203,8 @@ class ShardSource(BaseSource):
         record: Record | CorpusError
         changed: CorpusError | None = None
         if self.index.column("num_images")[i] == UNMEASURED:
-            # Declared when the index was made (--invalid): also if the record was mended since, nothing moves.
+            # Accepted as invalid when the index was made (--invalid): masked even if mended since, so that nothing
+            # moves.
             policy, record = "mask", self._unmeasured(i)
         else:
             try:
@@ -224,12 +225,12 @@ class ShardSource(BaseSource):
         return document if length == indexed else fit_document(document, length, self.encoder.filler)
 
     def record(self, i: int) -> Record:
-        """Record i as it is in its shard, the fields of an Energon data set put in place.
+        """Record i as it is in its shard, with the fields of an Energon data set mapped.
 
         Raises:
             IndexError: no such document.
             RecordError: it is damaged.
-            CorpusError: its shard is missing, or another one.
+            CorpusError: its shard is missing or different.
             SetupError: the store does not answer.
         """
         return self._with_fields(self._raw(i))
@@ -247,7 +248,7 @@ class ShardSource(BaseSource):
         return i - first
 
     def places(self, i: int) -> list[Place]:
-        """Where the bytes of document i are, or its images, if it is a row; none if it is not read.
+        """The place of document i, or of its images if it is a row; empty if it is not read.
 
         Raises:
             IndexError: no such document.
@@ -262,8 +263,8 @@ class ShardSource(BaseSource):
         return self._folder.places(self.files.fetch(place), place)
 
     def _compared(self, i: int) -> tuple[Record, bool]:
-        """Record i, and whether it is the indexed one. If not, read again: the cache may have another one, a store may
-        have given a part of an image.
+        """Record i, and whether it is the indexed one. If not, it is read again, bypassing the cache: the cache may
+        have another version, and a store may have returned only a part of an image.
         """
         expected = int(self.index.column("content")[i])
         with contextlib.suppress(RecordError):
@@ -281,7 +282,7 @@ class ShardSource(BaseSource):
         return parse_record(data, place.path)
 
     def _some_images(self) -> list[Place]:
-        """Images of rows all over the index that could be measured."""
+        """Images of measured rows, from all over the index."""
         rows = np.unique(np.linspace(0, len(self) - 1, SCAN).astype(np.int64))
         rows = rows[self.index.column("num_images")[rows] > 0]
         some = rows[np.linspace(0, len(rows) - 1, SOME).astype(np.int64)] if len(rows) else rows
@@ -302,7 +303,7 @@ class ShardSource(BaseSource):
         return applied
 
     def describe(self, i: int) -> dict[str, Any]:
-        """Where document i comes from, for people: shard, key, members with their bytes, images with their sizes."""
+        """The origin of document i, for people: shard, key, members with their bytes, images with their sizes."""
         shard, path = self._shard(i)
         place = {
             "shard": path,
@@ -320,16 +321,16 @@ class ShardSource(BaseSource):
         return {**place, "key": record.key, "members": members, "images": _image_sizes(record)}
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """The fingerprint of documents start to stop; from the header of the index unless documents are cut. The first
-        call compares the lengths, 4 bytes a document, with their hash.
+        """The fingerprint of documents start to stop; from the header of the index, unless documents are cut.
 
-        Besides the lengths it holds what made the documents: the encoder, and the contents of every record when the
-        index was made; that a record is still the same one is checked whenever it is read.
+        The first call verifies the lengths, 4 bytes a document, by their hash. Besides the lengths, the fingerprint
+        covers what made the documents: the encoder, and the contents of every record when the index was made. Every
+        read checks that its record is still the same.
 
         Args:
             start: first document.
             stop: one after the last.
-            recompute: read the whole index and compare it with its hashes.
+            recompute: read the whole index and verify its hashes.
 
         Raises:
             CorpusError: the index is damaged.
@@ -338,7 +339,7 @@ class ShardSource(BaseSource):
         if recompute:
             self.index.verify()
         elif not self._is_compared:
-            # A length is believed: a document of 0 tokens is passed over, so that no read compares it with its record.
+            # Nothing else verifies the length 0: the document is skipped, so no read compares it with its record.
             self.index.verify("tokens")
         self._is_compared = True
         for part in self.index.header["fingerprints"] if self._limit is None and not recompute else ():
@@ -409,7 +410,7 @@ def _changed(record: Record) -> CorpusError:
 
 
 def _image_sizes(record: Record) -> dict[str, list[int] | str]:
-    """Member -> [width, height] in pixels, or what is wrong with it."""
+    """Member -> [width, height] in pixels, or what is wrong with the image."""
     from megaresume.encoding.images.pieces import image_members
     from megaresume.encoding.images.rgb import ImageOptions, size_of
 

@@ -1,6 +1,6 @@
-"""Files beside a corpus: are they those that were opened, and what is known and need not be computed twice.
+"""Files beside a corpus: whether they are still those that were opened, and caches of what takes long to compute.
 
-Files are mapped, and written again without a half one. ``<prefix>.megaresume.json``, and lists of long documents:
+Also maps files, and replaces them atomically. ``<prefix>.megaresume.json``, and lists of long documents:
 
     {"format": "megaresume.corpus", "version": 1,
      "tokenizer": {"fingerprint": ..., "vocabulary": ..., "name": ..., "vocab_size": ..., "eod": ...,
@@ -11,25 +11,25 @@ Files are mapped, and written again without a half one. ``<prefix>.megaresume.js
                        "lengths": "32 hex digits", "contents": "16 hex digits", "trained": "16 hex digits" or null}]}
 
 ``fingerprints`` is a cache: hashing the lengths of 10^9 documents takes a minute, and a resume must not wait for it.
-An entry holds as long as the .idx, the .bin and the .spans have the same size, times of change and inode. The time at
-which an inode changed (ctime) cannot be set back: a file that is written in place is noticed also if its mtime is
-restored, as ``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by ``megaresume prepare``;
-it holds for files of those sizes, so that it survives a copy, but not a rebuild by another program. Where the corpus
+An entry is valid while the .idx, the .bin and the .spans have the same size, times of change and inode. The time when
+an inode changed (ctime) cannot be set back: it reveals a file written in place even if its mtime is restored, as
+``rsync --inplace --times`` and ``cp --preserve`` do. ``tokenizer`` was written by ``megaresume prepare``; it is valid
+for files of those sizes, so that it survives a copy, but not a rebuild by another program. If the corpus's directory
 cannot be written to, the cache goes to ``$MEGARESUME_CACHE`` or the XDG cache directory.
 
 Raise `VERSION` when a reader of the old version would misread the new one; older versions of the cache may be ignored.
 
-``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece. To find them
-takes seconds for 10^9 documents, and a resume must not wait for it; so the list is kept, and mapped into memory, where
-only what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
+``<prefix>.megaresume.<piece>.pieces``: the documents of a large corpus that are longer than a piece. Finding them takes
+seconds for 10^9 documents, and a resume must not wait for it; so the list is saved and mapped into memory, and only
+what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
 
     magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
-    int64[k // STRIDE] the guide: every so many of the last list
-    int64[k] documents, ascending;  int64[k] later pieces up to and with each
-    xxh3_64 of all that
+        int64[k // STRIDE] the guide: every STRIDE-th entry of the last list
+        int64[k] documents, ascending;  int64[k] later pieces up to and with each
+        xxh3_64 of all that
 
-It holds as long as the .idx is untouched, and goes to the cache directory where the corpus cannot be written to. A
-damaged one is made again: by its numbers pieces would never be trained, or twice.
+    It is valid while the .idx is unchanged, and goes to the cache directory if the corpus's cannot be written to. A
+    damaged one is rebuilt: with wrong numbers, pieces would be trained never or twice.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from megaresume.stream.state import Fingerprint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileIdentity:
-    """A file that is still the same one, as far as the file system can tell without reading it."""
+    """The identity of a file, as far as the file system can tell without reading it."""
 
     #: bytes of the file.
     size: int
@@ -70,34 +70,34 @@ class FileIdentity:
 
     @classmethod
     def of(cls, stat: os.stat_result) -> FileIdentity:
-        """The identity in what `os.stat` or `os.fstat` gave."""
+        """The identity in the result of `os.stat` or `os.fstat`."""
         return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, ctime_ns=stat.st_ctime_ns, inode=stat.st_ino)
 
     def is_the_file(self, other: FileIdentity) -> bool:
-        """Whether a run may continue with it: a touch, a chmod or a hard link is not a reason to stop one."""
+        """Whether a run may continue with it: a touch, a chmod or a hard link must not stop one."""
         return (self.size, self.inode) == (other.size, other.inode)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CorpusIdentity:
-    """The files of a corpus."""
+    """The identities of a corpus's files."""
 
     idx: FileIdentity
-    #: the .bin, or what stands in its place.
+    #: the .bin, or the file in place of it.
     bin: FileIdentity
     #: the file of spans; None if the corpus has none.
     spans: FileIdentity | None = None
 
     @classmethod
     def of(cls, prefix: Path, tokens: str = ".bin") -> CorpusIdentity:
-        """The files of a corpus as they are now.
+        """The identities of a corpus's files now.
 
         Args:
             prefix: of the corpus.
-            tokens: suffix of the file that says what the tokens are.
+            tokens: suffix of the file that determines the tokens.
 
         Raises:
-            OSError: one cannot be looked at.
+            OSError: a file cannot be looked at.
         """
         spans = None
         with contextlib.suppress(FileNotFoundError):
@@ -116,7 +116,7 @@ def map_file(path: Path) -> tuple[mmap.mmap | bytes, FileIdentity]:
 
 @contextlib.contextmanager
 def opened_file(path: Path) -> Iterator[FileIO]:
-    """A file to read or to map; what goes wrong with it, in words."""
+    """Open a file to read or to map; errors are worded for people."""
     try:
         with open_file(path) as file:
             yield file
@@ -148,14 +148,14 @@ def changed(path: Path, now: FileIdentity | None = None, opened: FileIdentity | 
 
 
 def cache_directory() -> Path | None:
-    """The cache directory of this user; None for one without a home."""
+    """The cache directory of this user; None without a home directory."""
     if base := os.environ.get("MEGARESUME_CACHE"):
         return Path(base)
     if base := os.environ.get("XDG_CACHE_HOME"):
         return Path(base) / "megaresume"
     try:
         return Path.home() / ".cache" / "megaresume"
-    except RuntimeError:  # a container that runs under a number that no user has
+    except RuntimeError:  # in a container, the user id may not exist
         return None
 
 
@@ -173,7 +173,7 @@ def write_json_atomically(path: Path, data: object) -> None:
 def written_atomically(path: Path) -> Iterator[BinaryIO]:
     """A temporary file to write to, which replaces `path` at the end; see `write_json_atomically`.
 
-    If the block raises, the temporary file is gone, and so it is if it cannot be written (OSError).
+    If the block raises, or the file cannot be written (OSError), the temporary file is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -190,14 +190,14 @@ def written_atomically(path: Path) -> Iterator[BinaryIO]:
 
 FORMAT = "megaresume.corpus"
 VERSION = 1
-#: entries kept; train, valid and test of a few splits.
+#: most entries kept: train, valid and test of a few splits.
 MAX_FINGERPRINTS = 64
 
-#: The number of documents below which the long ones are looked for at every start, which takes some milliseconds.
+#: Below this number of documents, the long ones are searched for at every start, which takes milliseconds.
 MIN_DOCUMENTS = 1 << 22
 PIECES_MAGIC = int.from_bytes(b"mgrpiece", "little")
 PIECES_VERSION = 2
-#: bytes read at a time, to be hashed.
+#: bytes read at a time for hashing.
 BLOCK = 1 << 20
 
 
@@ -207,7 +207,7 @@ def sidecar_path(prefix: Path) -> Path:
 
 
 def cache_path(prefix: Path) -> Path | None:
-    """The file that stands for it where the corpus cannot be written to; None for a user without a home."""
+    """The file used instead if the corpus's directory is read-only; None for a user without a home directory."""
     directory = cache_directory()
     if directory is None:
         return None
@@ -216,7 +216,7 @@ def cache_path(prefix: Path) -> Path | None:
 
 
 def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: int) -> Fingerprint | None:
-    """The cached fingerprint of documents start to stop, if it was computed for these very files.
+    """The cached fingerprint of documents start to stop, if it was computed for exactly these files.
 
     Raises:
         CorpusError: the file next to the corpus is damaged or of a newer version.
@@ -233,12 +233,12 @@ def read_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: i
                         trained=None if identity.spans is None else str(entry["trained"]),
                     )
                 except (KeyError, TypeError, ValueError):
-                    continue  # it is only a cache: compute it again
+                    continue  # a damaged cache entry: compute it again
     return None
 
 
 def _kept(prefix: Path) -> Iterator[Mapping[str, Any]]:
-    """What is known of a corpus: by the file beside it, then by the one in the cache directory."""
+    """The cached data of a corpus: from the file beside it, then from the cache directory."""
     yield _read(sidecar_path(prefix))
     yield _read_cache(cache_path(prefix))
 
@@ -266,14 +266,14 @@ def write_fingerprint(prefix: Path, identity: CorpusIdentity, start: int, stop: 
         if path is None:
             break
         data = dict(read(path)) or {"format": FORMAT, "version": VERSION, "tokenizer": None}
-        # Entries of older files will never be looked up again.
+        # Entries for older files will never be used again.
         kept = [e for e in data.get("fingerprints", []) if _is_of(e, identity) and e.get("range") != entry["range"]]
         data["fingerprints"] = [*kept[-(MAX_FINGERPRINTS - 1) :], entry]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json_atomically(path, data)
         except OSError:
-            continue  # read-only, full or not ours: the next place, or without a cache
+            continue  # read-only, full or not ours: try the next place, else do not cache
         return
 
 
@@ -306,11 +306,11 @@ def write_tokenizer(
 
     Args:
         prefix: of the corpus.
-        tokenizer: ``fingerprint`` and what else is worth knowing, plain JSON.
+        tokenizer: ``fingerprint`` and further details, plain JSON.
         idx_bytes: size of the .idx.
         bin_bytes: size of the .bin.
         spans_bytes: size of the .spans; None if every token is trained.
-        spans_hash: of the .spans, as its header has it.
+        spans_hash: hash in the header of the .spans.
 
     Raises:
         OSError: it cannot be written.
@@ -346,7 +346,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _read_cache(path: Path | None) -> Mapping[str, Any]:
-    """Read a file in the cache directory, of which nothing is lost if it is damaged: it is computed again."""
+    """Read a file in the cache directory; nothing is lost if it is damaged: its contents are computed again."""
     try:
         return {} if path is None else _read(path)
     except CorpusError:
@@ -364,13 +364,13 @@ def _damaged(path: Path, found: str) -> CorpusError:
 
 
 def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int) -> LongDocuments:
-    """The documents of a corpus that are longer than a piece, from a file that an earlier start has left.
+    """The documents of a corpus that are longer than a piece, from a file saved by an earlier start if there is one.
 
     Args:
         source: the corpus.
-        prefix: of it.
+        prefix: of the corpus.
         idx: its index as it was opened.
-        piece: tokens.
+        piece: length in tokens.
     """
     if len(source) < MIN_DOCUMENTS:
         return find_long(source, piece)
@@ -386,14 +386,14 @@ def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int)
     with progress(f"long documents of {prefix.name}", len(source), "documents") as bar:
         found = find_long(source, piece, update=bar.update)
     for path in places:
-        with contextlib.suppress(OSError):  # read-only, full or not ours: the next place, or without
+        with contextlib.suppress(OSError):  # read-only, full or not ours: try the next place
             _write_pieces(path, header, found)
-            return _read_pieces(path, header) or found  # mapped: 0.2 bytes a document of the corpus are not held
+            return _read_pieces(path, header) or found  # mapped: saves memory, 0.2 bytes per document of the corpus
     return found
 
 
 def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
-    """Read the lists of pieces; None if there are none, or they are damaged or of another corpus."""
+    """Read the lists of pieces; None if they are missing, damaged or of another corpus."""
     begin = len(header) + 2
     try:
         with open(path, "rb") as file:
@@ -410,13 +410,13 @@ def _read_pieces(path: Path, header: list[int]) -> LongDocuments | None:
     except (OSError, ValueError):
         return None
     if hasattr(mmap, "MADV_RANDOM"):
-        data.madvise(mmap.MADV_RANDOM)  # reading on after each look-up only delays
+        data.madvise(mmap.MADV_RANDOM)  # read-ahead after each look-up only costs time
     ids, ends = np.split(np.frombuffer(data, "<i8", count)[begin + len(guide) :], 2)
     return None if num and ends[-1] != later else LongDocuments(ids, ends, guide)
 
 
 def _is_whole(file: BinaryIO, nbytes: int) -> bool:
-    """Whether the xxh3_64 of the first so many bytes of a file follows them."""
+    """Whether the first ``nbytes`` bytes of a file are followed by their xxh3_64."""
     hasher = xxhash.xxh3_64()
     file.seek(0)
     for start in range(0, nbytes, BLOCK):

@@ -1,22 +1,22 @@
-"""Sources, as loading needs them: the lengths that the stream plans with, and the tokens themselves.
+"""Sources, as loading needs them: the lengths that the stream is planned with, and the tokens.
 
 Source           documents by number
   TokenSource      all tokens in one array: a compiled loop copies them
   DocumentSource   tokens and images of one document together, with randomness that is keyed by what it is
-BaseSource       base of our own sources: what follows from lengths and reads, wherever the tokens come from
+BaseSource       base of our own sources: everything that follows from lengths and reads
 
-What a `DocumentSource` gives is in `megaresume.encoding.images.document`.
+The results of a `DocumentSource` are in `megaresume.encoding.images.document`.
 
-The fingerprint of any source is of the lengths of all documents, and of windows of tokens at fixed places: `PLACES`
+The fingerprint of any source covers the lengths of all documents, and windows of tokens at fixed places: `PLACES`
 windows of at most `WINDOW` tokens, spread evenly, the same on every machine:
 
-    at least PLACES documents   one document in each of PLACES equal ranges, and one window in each of these
-    fewer                       every document, and in each of them PLACES // documents windows
-    a document of so few tokens that its windows would cover it is read whole
+    at least PLACES documents   one document in each of PLACES equal ranges, with one window
+    fewer                       every document, each with PLACES // documents windows
+    a document that is so short that its windows would cover it is read whole
 
-Where they lie follows from the number of documents and their lengths alone. So the hash of the first n documents of a
-corpus that has grown is the hash of the corpus when it had n. Tokens are hashed as int64 (those of a corpus of floats
-as float64): in which dtype a corpus is stored does not matter, as it does not matter to the stream.
+The places depend on the number of documents and their lengths alone. So the hash of the first n documents of a corpus
+that has grown is the hash that the corpus had with n documents. Tokens are hashed as int64 (those of a corpus of floats
+as float64): the dtype in which a corpus is stored does not matter, as it does not matter to the stream.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Source(Protocol):
-    """Documents by number: what every opened source has. A user's object needs less: see `PythonSource`."""
+    """Documents by number: the interface of every opened source. A user's object needs less: see `PythonSource`."""
 
     def __len__(self) -> int:
         """The number of documents."""
@@ -69,15 +69,15 @@ class Source(Protocol):
         """The identity of the source: documents, tokens, hash of the lengths, tokenizer, contents.
 
         Args:
-            first: of its first documents only, as if there were no more; None: of all.
-            recompute: believe nothing that was kept from an earlier time.
+            first: cover only this many documents, as if there were no more; None: all.
+            recompute: ignore caches.
         """
         ...
 
 
 @runtime_checkable
 class TokenSource(Source, Protocol):
-    """A source whose tokens lie in one array, so that a kernel can copy them without a call for each document."""
+    """A source whose tokens are in one array, so that a kernel can copy them without a call per document."""
 
     @property
     def token_view(self) -> npt.NDArray[Any]:
@@ -90,26 +90,26 @@ class TokenSource(Source, Protocol):
 
 
 class VisionEncoder(Protocol):
-    """The encoder of a `DocumentSource`, as loading must know it before the first image is read."""
+    """The encoder of a `DocumentSource`, with what loading must know before the first image is read."""
 
     @property
     def image_token_id(self) -> int:
-        """The token that stands where features go."""
+        """The token that marks the positions of image features."""
         ...
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """The shape of a tile or patch: ``EncodedImage.pixels`` without its first axis. The same for every image."""
+        """The shape of a tile or patch: ``EncodedImage.pixels`` without its first axis; the same for every image."""
         ...
 
 
 @runtime_checkable
 class DocumentSource(Source, Protocol):
-    """A source of image-text documents, which are read whole."""
+    """A source of image-text documents, which are always read whole."""
 
     @property
     def whole(self) -> bool:
-        """True: its documents must never be cut."""
+        """True: its documents must not be cut."""
         ...
 
     @property
@@ -118,10 +118,10 @@ class DocumentSource(Source, Protocol):
         ...
 
     def encoded(self, i: int, key: Key) -> EncodedDocument:
-        """Document i, exactly ``length(i)`` tokens. Randomness comes from ``key`` alone.
+        """Document i, exactly ``length(i)`` tokens. ``key`` is the only source of randomness.
 
         Raises:
-            CorpusError: it cannot be read, or is not as the index says, and the policy is ``error``.
+            CorpusError: it cannot be read, or differs from the index and the policy is ``error``.
         """
         ...
 
@@ -130,16 +130,16 @@ DOCUMENT_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint"
 
 
 def is_document_source(thing: object) -> TypeGuard[DocumentSource]:
-    """`isinstance` for `DocumentSource` that does not ask for the encoder, which may have a tokenizer to build."""
+    """`isinstance` for `DocumentSource` that does not touch ``encoder``, which may have to build a tokenizer."""
     return all(inspect.getattr_static(thing, member, None) is not None for member in DOCUMENT_MEMBERS)
 
 
 class BaseSource(Source):
-    """Base of our own sources: everything that follows from ``lengths`` and `read`, wherever the tokens come from."""
+    """Base of our own sources: everything that follows from ``lengths`` and `read`."""
 
     @property
     def _where(self) -> str:
-        """The source, for an error about a document's number."""
+        """The name of the source in an error about a document's number."""
         return ""
 
     @abstractmethod
@@ -158,8 +158,8 @@ class BaseSource(Source):
         """The identity of the source.
 
         Args:
-            first: of its first documents only, as if there were no more; None: of all.
-            recompute: believe nothing that was kept from an earlier time.
+            first: cover only this many documents, as if there were no more; None: all.
+            recompute: ignore caches.
 
         Raises:
             CorpusError: the source is damaged, or changes while it is read.
@@ -184,11 +184,11 @@ class BaseSource(Source):
 
 #: windows of a corpus in files.
 PLACES = 1000
-#: documents of another source that are read: each may be a request to a store, or a picture to decode.
+#: documents read from any other source: each may be a request to a store, or a picture to decode.
 OBJECT_PLACES = 100
 #: The number of tokens of a window.
 WINDOW = 1024
-#: documents asked for their length at once; the hash does not depend on it.
+#: lengths read at once; the hash does not depend on it.
 CHUNK = 1 << 16
 
 
@@ -200,13 +200,13 @@ def scan_fingerprint(
     read: Callable[[int, int, int], npt.NDArray[Any]] | None = None,
     tokenizer: str | None = None,
 ) -> Fingerprint:
-    """xxh3_128 over the lengths of all documents as little-endian int64, in document order; with progress.
+    """xxh3_128 of the lengths of all documents as little-endian int64, in document order; shows progress.
 
     Args:
         lengths: int64[n] document numbers to int64[n] tokens.
-        documents: of the source.
-        what: for the progress, a few words.
-        read: (document, offset, count) to its tokens, for the contents; None if they are not looked at.
+        documents: their number.
+        what: shown with the progress, a few words.
+        read: (document, offset, count) to its tokens, for the hash of the contents; None to leave that out.
         tokenizer: its fingerprint, if known.
     """
     hasher, tokens = xxhash.xxh3_128(), 0
@@ -227,22 +227,22 @@ def scan_fingerprint(
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """The tokens that are looked at, in the order in which they are hashed: three int64[w]."""
+    """The windows of tokens to hash, in order: three int64[w]."""
 
     documents: Int64Array
-    #: tokens of the document before the window.
+    #: first token of the window in the document.
     offsets: Int64Array
-    #: tokens of the window, at least 1.
+    #: tokens in the window, at least 1.
     counts: Int64Array
 
     @classmethod
     def choose(cls, documents: int, lengths: Callable[[Int64Array], Int64Array], places: int = PLACES) -> Windows:
-        """The windows of a source.
+        """Choose the windows of a source.
 
         Args:
-            documents: of the source.
+            documents: their number.
             lengths: int64[n] document numbers to int64[n] tokens.
-            places: windows at most, if no document is so short that it is read whole.
+            places: most windows, not counting documents short enough to be read whole.
         """
         ids = _documents(documents, places)
         each = max(places // max(documents, 1), 1)
@@ -260,7 +260,7 @@ def sized_fingerprint(
     documents: int,
     what: str,
 ) -> Fingerprint:
-    """`scan_fingerprint`, with the hash of the sizes by which documents are grouped in place of their lengths'."""
+    """`scan_fingerprint`, with the hash of the sizes that documents are grouped by in place of their lengths'."""
     scanned = scan_fingerprint(lengths, documents, what)
     return replace(scanned, lengths=scan_fingerprint(sizes, documents, what).lengths)
 
@@ -273,12 +273,12 @@ def contents_hash(
     *,
     mapped: Callable[..., Iterable[npt.NDArray[Any]]] = map,
 ) -> str:
-    """The hash of a source that is read document by document.
+    """The hash of the contents of a source that is read document by document.
 
     Args:
         documents, lengths, places: see `Windows.choose`.
         read: (document, offset, count) to its tokens.
-        mapped: as ``map``, which calls ``read`` for all windows.
+        mapped: like ``map``: calls ``read`` for all windows.
     """
     windows = Windows.choose(documents, lengths, places)
     columns = (windows.documents.tolist(), windows.offsets.tolist(), windows.counts.tolist())
@@ -286,7 +286,7 @@ def contents_hash(
 
 
 def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:
-    """The hash of all tokens of windows, as little-endian int64 or float64: xxh3_64, 16 hex digits."""
+    """The hash of all tokens of windows as little-endian int64 or float64: xxh3_64, 16 hex digits."""
     hasher = xxhash.xxh3_64()
     for tokens in windows:
         hasher.update(np.ascontiguousarray(tokens, "<f8" if tokens.dtype.kind == "f" else "<i8").data)
@@ -294,7 +294,7 @@ def hash_tokens(windows: Iterable[npt.NDArray[Any]]) -> str:
 
 
 def _documents(documents: int, places: int) -> Int64Array:
-    """A document in each of ``places`` equal ranges, in order; all, if there are no more than that."""
+    """One document in each of ``places`` equal ranges, in order; all documents, if there are no more than that."""
     if documents <= places:
         return np.arange(documents, dtype=np.int64)
     bounds = [k * documents // places for k in range(places + 1)]
@@ -302,7 +302,7 @@ def _documents(documents: int, places: int) -> Int64Array:
 
 
 def _within(document: int, length: int, each: int) -> list[tuple[int, int]]:
-    """(offset, tokens) of the windows of a document: one in each of ``each`` equal ranges of it."""
+    """(offset, tokens) of the windows of a document: one in each of ``each`` equal ranges."""
     if length <= each * WINDOW:
         return [(0, length)] if length else []
     bounds = [k * length // each for k in range(each + 1)]

@@ -1,11 +1,11 @@
-"""``<prefix>.spans``, for its reader and its writer: which tokens of a corpus are trained. Without the file, all are.
+"""``<prefix>.spans``, for reader and writer: which tokens of a corpus are trained. Without the file, all are.
 
     document 0   <|im_start|> user Hi <|im_end|> <|im_start|> assistant Hello ! <|im_end|>      spans of 0: [6, 9)
                                                                         xxxxx x xxxxxxxxxx
 
-A *span* is a run of tokens of one document that are to be predicted: the loss counts where the label is one of them.
-Spans of a document are in order and do not touch. A document that is a preference pair, two conversations one after
-the other, has one empty span: where the rejected one begins. The file (little-endian):
+A *span* is a run of tokens of one document that are to be predicted: the loss counts labels within it. Spans of a
+document are in order and do not touch. A preference pair, which is two conversations in one document, has one empty
+span, where the rejected one begins. The file (little-endian):
 
     bytes   what
     8       magic ``MGRSPANS``
@@ -18,8 +18,8 @@ the other, has one empty span: where the rejected one begins. The file (little-e
     8 D+8   the spans of document d are bound[d] to bound[d + 1]; the first is 0, the last S; int64
     8 S     first token of each span, and the one after its last, counted in its document; int32 pairs
 
-`megaresume prepare` writes it of conversations. Its hash is part of the corpus's fingerprint: other spans, or none,
-are another corpus. Raise `SPANS_VERSION` when a reader of the old version would misread the new one.
+`megaresume prepare` writes it for conversations. Its hash is part of the corpus's fingerprint: with other spans, or
+none, it is another corpus. Raise `SPANS_VERSION` when a reader of the old version would misread the new one.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ Int32Array = npt.NDArray[np.int32]
 SPANS_MAGIC = b"MGRSPANS"
 SPANS_VERSION = 1
 _SPANS_HEADER = struct.Struct("<8s6Q")
-#: documents looked at together.
+#: documents checked at a time.
 CHUNK = 1 << 20
 REBUILD = "copy the .spans again with its .bin and .idx, or rebuild the corpus: megaresume prepare"
 
 
 def spans_path(prefix: Path) -> Path:
-    """The path of the spans."""
+    """The path of a corpus's spans."""
     return prefix.with_name(prefix.name + ".spans")
 
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """The tokens of n documents that are trained."""
+    """Which tokens of n documents are trained."""
 
     #: int64[n + 1]: the spans of document k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
@@ -73,7 +73,7 @@ class Spans:
         return mask
 
     def count(self, offsets: Int64Array, lengths: Int64Array) -> Int64Array:
-        """Trained tokens of a segment of each document: from token ``offsets[k]`` on ``lengths[k]``; int64[n]."""
+        """The number of trained tokens in ``lengths[k]`` tokens of document k from ``offsets[k]`` on; int64[n]."""
         each = np.diff(self.starts)
         first, stop = np.repeat(offsets, each), np.repeat(offsets + lengths, each)
         inside = np.minimum(self.spans[:, 1], stop) - np.maximum(self.spans[:, 0], first)
@@ -82,41 +82,41 @@ class Spans:
 
 
 def spans_of(source: object, ids: Int64Array) -> Spans | None:
-    """The trained tokens of these documents of a source; None: all of them, by a source that does not say."""
+    """The trained tokens of these documents; None if the source does not say: all of them."""
     ask: Callable[[Int64Array], Spans | None] | None = getattr(source, "trained_spans", None)
     return None if ask is None else ask(ids)
 
 
 def has_spans(source: object) -> bool:
-    """Whether a source says which tokens are trained."""
+    """Whether a source knows which tokens are trained."""
     return spans_of(source, np.zeros(0, np.int64)) is not None
 
 
 def has_pairs(source: Source) -> bool:
-    """Whether the first document of a source is a preference pair; `megaresume prepare` makes all of them pairs."""
+    """Whether the first document of a source is a preference pair; then `megaresume prepare` made all of them pairs."""
     spans = spans_of(source, np.zeros(min(len(source), 1), np.int64))
     return spans is not None and bool((spans.spans[:, 0] == spans.spans[:, 1]).any())
 
 
 class SpansHeader(NamedTuple):
-    """The first 56 bytes, after magic and version."""
+    """Bytes 16 to 56 of the file, after magic and version."""
 
     documents: int
     spans: int
-    #: tokens of the corpus, and tokens in spans.
+    #: tokens of the corpus, and how many of them are in spans.
     tokens: int
     trained: int
-    #: xxh3_64 of what follows.
+    #: xxh3_64 of everything after the header.
     hash: int
 
     @property
     def spans_at(self) -> int:
-        """Byte offset of int32[spans, 2]; bounds are before it, from `SPANS_HEADER_BYTES` on."""
+        """Byte offset of int32[spans, 2]; the bounds before it begin at `SPANS_HEADER_BYTES`."""
         return SPANS_HEADER_BYTES + 8 * (self.documents + 1)
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         return self.spans_at + 8 * self.spans
 
 
@@ -124,14 +124,14 @@ SPANS_HEADER_BYTES = _SPANS_HEADER.size
 
 
 def check_is_prepared(found: SpanFile, prepared: str | None) -> None:
-    """Refuse the .spans of another corpus of as many documents and tokens.
+    """Refuse the .spans of another corpus with as many documents and tokens.
 
     Args:
-        found: what lies beside the corpus.
-        prepared: hash of the one that was written with the corpus; None if nobody knows.
+        found: the file beside the corpus.
+        prepared: hash of the .spans that was written with the corpus; None if unknown.
 
     Raises:
-        CorpusError: it is another one: other tokens would be trained.
+        CorpusError: it is a different one: other tokens would be trained.
     """
     if prepared is not None and prepared != (has := f"{found.header.hash:016x}"):
         raise CorpusError(
@@ -144,14 +144,14 @@ def check_is_prepared(found: SpanFile, prepared: str | None) -> None:
 
 
 def check_needs_none(path: Path, prepared: int | None) -> None:
-    """Refuse a corpus without a .spans that was prepared with one.
+    """Refuse a corpus that was prepared with a .spans and no longer has one.
 
     Args:
         path: where it would be.
-        prepared: bytes of the one that was written with the corpus; None if there was none, or nobody knows.
+        prepared: size of the .spans that was written with the corpus; None if there was none, or it is unknown.
 
     Raises:
-        CorpusError: it is gone: every token would be trained.
+        CorpusError: it is missing: every token would be trained.
     """
     if prepared is not None:
         raise CorpusError(
@@ -164,17 +164,17 @@ def check_needs_none(path: Path, prepared: int | None) -> None:
 
 
 class SpanFile:
-    """The spans of a corpus, read where they lie.
+    """The spans of a corpus, read from the mapped file.
 
     Opening checks the header and the ends of the arrays; `check` reads them all.
 
     Args:
         path: of the file.
-        data: all of it, mapped.
-        documents, tokens: of the corpus that it lies beside.
+        data: the whole file, mapped.
+        documents, tokens: of the corpus beside it.
 
     Raises:
-        CorpusError: it is damaged in a way that shows without a scan, or of another corpus.
+        CorpusError: its header or the ends of its arrays are damaged, or it is of another corpus.
     """
 
     def __init__(self, path: Path, data: mmap.mmap | bytes, *, documents: int, tokens: int) -> None:
@@ -227,7 +227,7 @@ class SpanFile:
         return Spans(starts, self._spans[places])
 
     def hash(self, start: int, stop: int) -> str:
-        """The hash of documents start to stop, as if they were all: xxh3_64 of bounds, then spans; 16 hex digits.
+        """The hash for documents start to stop, as if they were all: xxh3_64 of bounds, then spans; 16 hex digits.
 
         Raises:
             CorpusError: the file is damaged there.
@@ -242,7 +242,7 @@ class SpanFile:
         return hasher.hexdigest()
 
     def check(self, lengths: Callable[[Int64Array], Int64Array]) -> None:
-        """Read the file from end to end.
+        """Check the whole file.
 
         Args:
             lengths: int64[n] document numbers to int64[n] tokens.
@@ -279,11 +279,11 @@ class SpanFile:
 
 
 class SpansWriter:
-    """Writes a .spans of documents as they come.
+    """Writes a .spans while documents come.
 
     Args:
         file: open for writing and reading, empty.
-        documents, spans: how many there will be.
+        documents, spans: their total numbers.
     """
 
     def __init__(self, file: BinaryIO, *, documents: int, spans: int) -> None:
@@ -310,7 +310,7 @@ class SpansWriter:
         self._trained += int((spans[:, 1].astype(np.int64) - spans[:, 0]).sum())
 
     def finish(self, tokens: int) -> str:
-        """Write the header; the file is complete. Its hash, 16 hex digits.
+        """Write the header, which completes the file; returns its hash, 16 hex digits.
 
         Args:
             tokens: of the corpus.

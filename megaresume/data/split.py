@@ -1,12 +1,12 @@
-"""A corpus of text, opened; and the part of it, or of any source, that ``--split 969,30,1`` names.
+"""A text corpus, opened; and the part of it, or of any source, that ``--split 969,30,1`` selects.
 
-A corpus is opened by its .bin, through memory maps, or, if it has none, from its raw files. The ``.bin`` is mapped when
-the first token is read, so that a process that only plans holds no descriptor for it.
+A corpus is opened by its .bin through memory maps, or, without a .bin, from its raw files. The .bin is mapped when the
+first token is read, so that a process that only plans holds no descriptor for it.
 
 A split has the same train, valid and test ranges as Megatron's, as views of a source. Source of the arithmetic:
 ``parse_and_normalize_split``, ``convert_split_vector_to_split_matrix`` and ``_build_megatron_dataset_splits`` of
-megatron-core (``blended_megatron_dataset_config.py`` and ``..._builder.py``), floating point included: a range that
-differs by one document would be another corpus.
+megatron-core (``blended_megatron_dataset_config.py`` and ``..._builder.py``), including the floating point: with a
+range that differs by one document, it would be another corpus.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from megaresume.stream.state import Fingerprint
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))
 
-# Megatron takes every run of digits and points as a number and drops the rest, so that it reads "-5,1" as 5 and 1.
+# Megatron finds runs of digits and points, and ignores the rest, so that it reads "-5,1" as 5 and 1.
 _NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _SPLIT = re.compile(rf"\s*{_NUMBER}(?:\s*[,;/\s]\s*{_NUMBER})*\s*")
 
 
 def split_ranges(split: str, documents: int) -> dict[Part, tuple[int, int] | None]:
-    """The documents [start, stop) of each part; None for a part with share 0.
+    """The documents [start, stop) of each part; None for a part whose share is 0.
 
     Args:
         split: shares of train, valid and test, in any unit: ``"969,30,1"``, ``"99,1"``, ``"100"``.
@@ -99,7 +99,7 @@ def split_part(source: Source, split: str, part: Part) -> Source:
 
 
 def range_of(source: Source, start: int, stop: int) -> RangeSource:
-    """Documents start to stop of a source, as a view that is zero-copy where the source is."""
+    """Documents start to stop of a source, as a view; zero-copy if the source is."""
     if isinstance(source, IndexedSource | TokenRangeSource):
         return TokenRangeSource(source, start, stop)
     if is_document_source(source):
@@ -130,7 +130,7 @@ class RangeSource(BaseSource):
 
     @property
     def is_part(self) -> bool:
-        """Whether the source has documents before it or after it."""
+        """Whether the source has documents before or after it."""
         return (self.start, self.stop) != (0, len(self.source))
 
     def __repr__(self) -> str:
@@ -157,13 +157,13 @@ class RangeSource(BaseSource):
         return self.source.read(self._inner(i), offset, length)
 
     def trained_spans(self, ids: Int64Array) -> Spans | None:
-        """The tokens of each document that are trained; None: all, by a source that does not say."""
+        """Which tokens of each document are trained; None if the source does not say: all."""
         return spans_of(self.source, self._inner_ids(ids))
 
     def range_fingerprint(self, start: int, stop: int, *, recompute: bool = False) -> Fingerprint:
-        """The fingerprint of documents start to stop of this range: documents appended after it do not change it."""
+        """The fingerprint of documents start to stop of this range; documents appended after it do not change it."""
         own = getattr(self.source, "range_fingerprint", None)
-        if own is not None:  # it knows it without a scan, or keeps it
+        if own is not None:  # known without a scan, or cached
             found: Fingerprint = own(self.start + start, self.start + stop, recompute=recompute)
             return found
         if stop - start == len(self.source):
@@ -173,7 +173,7 @@ class RangeSource(BaseSource):
         return scan_fingerprint(part.lengths, len(part), "fingerprint of a range", read=part.read, tokenizer=tokenizer)
 
     def long_documents(self, piece: int) -> LongDocuments:
-        """The documents of the range that are longer than a piece of so many tokens."""
+        """The documents of the range that are longer than a piece of this many tokens."""
         whole = getattr(self.source, "long_documents", None)
         return find_long(self, piece) if whole is None else whole(piece).between(self.start, self.stop)
 
@@ -187,13 +187,13 @@ class RangeSource(BaseSource):
 
 
 class TokenRangeSource(RangeSource):
-    """A `RangeSource` over a source whose tokens lie in one array."""
+    """A `RangeSource` over a source whose tokens are in one array."""
 
     source: TokenSource
 
     @property
     def token_view(self) -> npt.NDArray[Any]:
-        """All tokens of the whole source (not of the range alone)."""
+        """All tokens of the whole source, not only of the range."""
         return self.source.token_view
 
     def token_starts(self, ids: Int64Array) -> Int64Array:
@@ -202,7 +202,7 @@ class TokenRangeSource(RangeSource):
 
 
 class PlacedRangeSource(RangeSource):
-    """A `RangeSource` over a source that knows where its documents lie."""
+    """A `RangeSource` over a source that knows the places of its documents."""
 
     @property
     def files(self) -> Any:
@@ -210,7 +210,7 @@ class PlacedRangeSource(RangeSource):
         return cast(Any, self.source).files
 
     def places(self, i: int) -> list[Any]:
-        """Where the bytes of document i of the range are; none if the source does not say, or does not read it."""
+        """The place of document i of the range; empty if the source does not say, or does not read it."""
         places = getattr(self.source, "places", None)
         return [] if places is None else list(places(self._inner(i)))
 
@@ -222,12 +222,12 @@ class DocumentRangeSource(PlacedRangeSource):
 
     @property
     def whole(self) -> bool:
-        """Whether its documents must never be cut."""
+        """Whether its documents must not be cut."""
         return self.source.whole
 
     @property
     def longest(self) -> int | None:
-        """The number of tokens of the longest document of the whole source; None if it does not say."""
+        """The number of tokens of the longest document of the whole source; None if unknown."""
         found: int | None = getattr(cast(Any, self.source), "longest", None)
         return found
 
@@ -242,7 +242,7 @@ class DocumentRangeSource(PlacedRangeSource):
         return getattr(self.source, "levels", None)
 
     def augmented(self, steps: object) -> DocumentRangeSource:
-        """The same documents with these steps of augmentation, of a source that has any."""
+        """The same documents with these augmentation steps, if the source supports them."""
         augmented = getattr(self.source, "augmented", None)
         return self if augmented is None else DocumentRangeSource(augmented(steps), self.start, self.stop)
 
@@ -251,11 +251,11 @@ class DocumentRangeSource(PlacedRangeSource):
         return self.source.encoded(self._inner(i), key)
 
     def record(self, i: int) -> Any:
-        """Document i of the range as it is stored, from a source that can tell."""
+        """Document i of the range as stored, if the source can tell."""
         return cast(Any, self.source).record(self._inner(i))
 
     def describe(self, i: int) -> dict[str, Any]:
-        """Where document i of the range comes from, from a source that can tell: plain JSON."""
+        """The origin of document i of the range, if the source can tell: plain JSON."""
         found: dict[str, Any] = cast(Any, self.source).describe(self._inner(i))
         return found
 
@@ -302,7 +302,7 @@ class IndexedSource(IndexedDocuments):
     def token_starts(self, ids: Int64Array) -> Int64Array:
         """Where each document starts in `token_view`: int64[n] to int64[n], in tokens; 0 for an empty one.
 
-        ``token_view[start : start + length]`` lies within the view for what this returns.
+        ``token_view[start : start + length]`` is within the view for every result.
 
         Raises:
             IndexError: an id is not in [0, len).
@@ -337,8 +337,7 @@ class IndexedSource(IndexedDocuments):
         return self.token_view[start : start + length]
 
     def _contents(self, start: int, stop: int) -> str:
-        """Hash tokens by reads of a file that is not mapped: a process that only plans keeps no descriptor of the
-        .bin."""
+        """Hash tokens by file reads instead of the map: a process that only plans keeps no descriptor of the .bin."""
         windows = Windows.choose(stop - start, lambda ids: self.lengths(start + ids))
         width = self.dtype.itemsize
         starts = (self.token_starts(start + windows.documents) + windows.offsets) * width
@@ -349,14 +348,14 @@ class IndexedSource(IndexedDocuments):
 
 
 def open_corpus(path: str | Path, *, inputs: str | None = None) -> IndexedDocuments:
-    """A corpus of text: by its .bin, or, if it has none, from its raw files.
+    """Open a text corpus: by its .bin, or, without one, from its raw files.
 
     Args:
         path: prefix of the corpus.
-        inputs: directory or URL of the raw files, if it is not the one of the index.
+        inputs: directory or URL of the raw files, if it differs from the one in the index.
 
     Raises:
-        CorpusError: it has a .bin and .places, of which one is not of the .idx.
+        CorpusError: it has both .bin and .places, and one of them does not belong to the .idx.
         CorpusError, SetupError: see `IndexedSource` and `RowSource`.
     """
     prefix = prefix_of(path)

@@ -1,9 +1,7 @@
-"""`StoreCounts`: how often this process, and the worker processes that read for it, tried a store again or found a
-record in the cache.
+"""`StoreCounts`: how often this process and its worker processes retried a store request, or hit or missed the cache.
 
-Each worker process adds to a slot of its own in memory that it shares with the process that started it. So its counts
-are seen while it waits for a store, and stay when it dies. A process that is forked gets its slot by itself; one that
-is spawned is given a `Share`.
+Each worker adds to its own slot in memory shared with the process that started it. So its counts are visible while it
+waits for a store, and survive it. A forked process gets its slot by itself; a spawned one is given a `Share`.
 """
 
 from __future__ import annotations
@@ -15,23 +13,23 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any, Literal
 
 Kind = Literal["retries", "hits", "misses"]
-#: requests to a store that were tried again; records found in the cache on the disk, and looked for in vain.
+#: retried store requests; records found in the disk cache, and not found there.
 KINDS: tuple[Kind, ...] = ("retries", "hits", "misses")
 
-#: processes that add to one memory. With more, the slots of the first ones are used again: they have ended by then.
+#: processes per block of memory. With more, the first slots are reused: their processes have ended by then.
 SLOTS = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Slots for some worker processes. Can be pickled while one of them is spawned."""
+    """Slots for some worker processes. Can be pickled while one of them is being spawned."""
 
     #: int64[SLOTS * kinds], in shared memory.
     memory: Any
     first: int
 
     def add(self, worker: int, kind: int, number: int = 1) -> None:
-        """Count some in the slot of a worker."""
+        """Add to the count of a worker."""
         self.memory[(self.first + worker) % SLOTS * len(KINDS) + kind] += number
 
 
@@ -41,16 +39,16 @@ class StoreCounts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._own = [0] * len(KINDS)
-        #: where a worker adds its counts, and which of the slots is its own; None in the parent.
+        #: the slot of a worker, in its parent's memory; None in the parent.
         self._above: tuple[Share, int] | None = None
-        #: shared with the workers of this process, and how many slots were given away.
+        #: the memory shared with the workers of this process, and how many slots are taken.
         self._memory: Any = None
         self._given = 0
-        #: the counts for a process that is about to be forked.
+        #: the slots for a process that is about to be forked.
         self._forked: Share | None = None
 
     def add(self, kind: Kind) -> None:
-        """Count one request or hit."""
+        """Count one request, hit or miss."""
         place = KINDS.index(kind)
         with self._lock:
             self._own[place] += 1
@@ -59,12 +57,12 @@ class StoreCounts:
                 share.add(worker, place)
 
     def total(self, kind: Kind) -> int:
-        """How many this process and its workers have counted since it began."""
+        """The count of this process and its workers since it began."""
         place, memory = KINDS.index(kind), self._memory
         return self._own[place] + (0 if memory is None else sum(memory[place :: len(KINDS)]))
 
     def share(self, workers: int) -> Share:
-        """Slots for so many worker processes."""
+        """Slots for this many worker processes."""
         if self._memory is None:
             self._memory = RawArray("q", SLOTS * len(KINDS))
         share = Share(self._memory, self._given)
@@ -72,18 +70,18 @@ class StoreCounts:
         return share
 
     def begin_worker(self, share: Share, worker: int) -> None:
-        """Count as a worker from now on, with what was counted since this process was started."""
+        """Count as a worker from now on, including the counts since this process started."""
         with self._lock:
             for place, number in enumerate(self._own):  # it may have opened its data already
                 share.add(worker, place, number)
             self._above = share, worker
 
     def before_fork(self) -> None:
-        """A slot for the process that comes."""
+        """Reserve a slot for the new process."""
         self._forked = self.share(1)
 
     def after_fork(self) -> None:
-        """Begin to count in a forked process."""
+        """Start counting in a forked process."""
         forked = self._forked
         assert forked is not None
         self.__init__()  # type: ignore[misc]  # what the parent has counted is the parent's; and the lock may be held

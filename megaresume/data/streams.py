@@ -1,7 +1,7 @@
-"""A file of the input, opened, decompressed and looked at: one that is not text, or that changed, is refused.
+"""`InputStream`: an input file, opened, decompressed and checked: one that is not text, or that changed, is refused.
 
-What cannot be read from the middle on is unpacked once on each machine, beside other caches: compressed files, and
-JSON lines of a store that name images, as what they name can be read ahead only by who has the lines.
+Files that cannot be read from the middle are unpacked once on each machine, in the cache directory: compressed files,
+and JSON lines on a store that name images, which can be read ahead only if the lines are at hand.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from megaresume.data.sidecar import cache_directory, written_atomically
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
 from megaresume.stream.progress import progress
 
-#: bytes of a file that are looked at: enough for every mark below, and for a NUL in most files that have any.
+#: bytes checked at the start of a file: enough for every mark below, and for a NUL in most files that have one.
 HEAD_BYTES = 8192
-#: a document larger than this is refused: it would have to be held in memory several times.
+#: a larger document is refused: it would have to be in memory several times.
 MAX_DOCUMENT_BYTES = 1 << 30
-#: bytes written at once of what is unpacked.
+#: bytes written at once when a file is unpacked.
 CHUNK = 1 << 20
 
 _Peekable = io.BufferedReader | bz2.BZ2File | lzma.LZMAFile
 
 
 class InputStream:
-    """The decompressed bytes of a file from some offset on, read forwards.
+    """The decompressed bytes of a file from an offset on, read forwards.
 
     Args:
         file: the file.
-        offset: decompressed bytes to leave out: a seek in a plain file, otherwise they are read.
+        offset: decompressed bytes to skip: by a seek in a plain file, otherwise by reading.
 
     Raises:
         CorpusError: the file is gone, changed since `find_inputs`, or its compression is damaged.
@@ -94,7 +94,7 @@ class InputStream:
                     offset -= skipped
 
     def check_unchanged(self) -> None:
-        """Refuse a file that changed since `find_inputs`: also after a read, of which a part may be another file's.
+        """Refuse a file that changed since `find_inputs`. Also called after a read, which may have mixed both versions.
 
         Raises:
             CorpusError: it changed, or is gone.
@@ -114,17 +114,17 @@ class InputStream:
             return self._stream.read(size)
 
     def readline(self, limit: int) -> bytes:
-        """Read up to and with the next newline, or limit bytes."""
+        """Read up to and including the next newline, or limit bytes."""
         with self._errors():
             return self._stream.readline(limit)
 
     def chunks_from(self, row: int) -> tuple[tuple[int, int], ...]:
-        """The first row and place of each row group, or record batch, from that of a row on; none if it is no table."""
+        """First row and place of each row group or record batch, starting with that of a row; empty if not a table."""
         chunks = [] if self._table is None else self._table.chunks
         return tuple(chunks[max(bisect_right(chunks, row, key=itemgetter(0)) - 1, 0) :])
 
     def raw_position(self) -> int:
-        """Bytes of the file on disk that were read so far (about)."""
+        """Approximate number of bytes of the file on disk read so far."""
         return self._raw.tell() if self._table is None else self._table.raw_position()
 
     def close(self) -> None:
@@ -149,16 +149,16 @@ class InputStream:
 
 
 def unpacked(path: str, files: RemoteReader, *, format: Format = "jsonl", size: int = 0) -> str:
-    """The decompressed content of a file, in the cache directory; made by the first process that asks.
+    """The path of a file's decompressed copy in the cache directory; the first process that asks makes it.
 
     Args:
         path: local, or a URL.
-        files: read it from a store.
+        files: the reader of stores.
         format: of its content.
-        size: bytes that it will have, at least.
+        size: least size in bytes that it will have.
 
     Raises:
-        CorpusError: it is damaged, or changes meanwhile.
+        CorpusError: it is damaged, or changes while it is read.
         SetupError: no cache directory, or no room in it.
     """
     file = find_inputs([path], format=format, store=files).files[0]
@@ -207,7 +207,7 @@ def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> 
 
 
 def of_content(file: InputFile) -> InputFile:
-    """The file as what it is: one that is named .json may be an array, or JSON lines."""
+    """The file with its real format: one that is named .json may be an array, or JSON lines."""
     suffixes = [suffix.lower() for suffix in file.path.suffixes if suffix not in COMPRESSIONS]
     if file.format != "jsonl" or suffixes[-1:] != [".json"]:
         return file
@@ -226,7 +226,7 @@ def _opened(file: InputFile) -> io.BufferedReader[Any]:
 
 
 def _identity(file: InputFile) -> str:
-    """The identity of a file now, as `InputFile.identity`; of a local one, as an error shows it."""
+    """The file's identity now, as in `InputFile.identity`; of a local file, as shown in errors."""
     if file.store is not None:
         return file.store.identity(file.name)
     try:
@@ -254,7 +254,7 @@ def _decompressed(raw: io.BufferedReader, file: InputFile) -> _Peekable:
 
 
 class _ZstdReader(io.RawIOBase):
-    """A reader that notices a file that was cut short; zstandard's own takes it for complete."""
+    """A reader that notices a truncated file; zstandard's own treats it as complete."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -300,7 +300,7 @@ def _damaged(file: InputFile, error: BaseException) -> CorpusError:
     )
 
 
-#: (where, bytes there, what it is)
+#: (offset, bytes there, what it is)
 _MARKS = (
     (257, b"ustar", "a tar archive"),
     (0, b"PK\x03\x04", "a zip archive"),
@@ -326,12 +326,12 @@ _MARKS = (
 )
 _COMPRESSED = {"gzip": ".gz", "bzip2": ".bz2", "xz": ".xz", "zstd": ".zst"}
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-#: The control characters that no text has, besides white space, form feeds and escapes of terminals.
+#: Control characters that no text has; white space, form feeds and terminal escapes are allowed.
 _CONTROL = re.compile(rb"[\x00-\x07\x0e-\x1a\x1c-\x1f\x7f]")
 
 
 def check_text(path: Path, head: bytes) -> None:
-    """Raise a UsageError if a file begins as no text does. Text in another encoding than UTF-8 is no matter here.
+    """Raise a UsageError if a file begins as no text does. Text encodings other than UTF-8 are not checked here.
 
     Args:
         path: of the file.
@@ -339,10 +339,10 @@ def check_text(path: Path, head: bytes) -> None:
     """
     head = head[:HEAD_BYTES]
     if _is_text(head):
-        return  # whatever it begins with: PAR1 is a gene, too
+        return  # also if it begins with a mark: PAR1 is also a gene
     kind = next((kind for at, mark, kind in _MARKS if head.startswith(mark, at)), None)
     if kind is None and b"\0" not in head:
-        return  # another encoding, or characters that went astray: --invalid-utf8 decides
+        return  # another encoding, or stray characters: --invalid-utf8 decides
     raise UsageError(
         f"{path} is not text",
         found=kind or f"a NUL byte at {head.index(0)}",

@@ -2,15 +2,15 @@
 
     shard.tar   a/000.jpg  a/000.txt | a/001.jpg  a/001.json | ... | two blocks of zeros
     walk    ->  Extent("a/000", 0, 13824), Extent("a/001", 13824, 9216), ...     when the index is made
-    record  <-  the bytes of one extent                                         when a sample is read
+        record  <-  the bytes of one extent                                         when a sample is read
 
-A record is what consecutive members share before the first dot of their base names; the extension, in lower case, says
-what a member is. `tarfile` stops without a word at a damaged header, and at the first end marker of two archives that
-were put together: both are refused here.
+A record is consecutive members with the same path up to the first dot of the base name; the extension, in lower case,
+names the kind of a member. `tarfile` stops silently at a damaged header, and at the first end marker of two
+concatenated archives: both are refused here.
 
-Ordinary headers are read here, all others by `tarfile`. Ordinary is what nearly every member of every shard is: a file
-with a name that fits. Those are read ten times faster than by `tarfile`; long names, extended headers, links and
-whatever is damaged are left to it.
+This module parses ordinary headers, and leaves all others to `tarfile`. Nearly every member is ordinary: a file with a
+name that fits. These are read ten times faster than by `tarfile`, which gets long names, extended headers, links and
+anything damaged.
 
 Source of the layout: POSIX.1-2001, ustar interchange format.
 """
@@ -43,15 +43,15 @@ class Header:
     offset: int
     data: int
     stop: int
-    #: what `tarfile` read; None for an ordinary file.
+    #: what `tarfile` read; None for an ordinary header.
     info: tarfile.TarInfo | None = None
 
 
 def headers(file: BlockFile) -> Iterator[Header | int]:
-    """Every member, in order; at last the offset at which no header stands any more.
+    """Every member, in order; finally the offset after the last one, where no header follows.
 
     Raises:
-        tarfile.TarError: a damaged header; a member that continues after the end of the file.
+        tarfile.TarError: a damaged header; a member that extends past the end of the file.
     """
     offset = 0
     while True:
@@ -72,7 +72,7 @@ def _ordinary(block: bytes, offset: int) -> Header | None:
     if len(block) < BLOCK or block[156:157] != tarfile.REGTYPE or block[257:265] not in (_POSIX, _GNU):
         return None
     prefix = block[345:500].partition(b"\0")[0]
-    if prefix and block[257:265] == _GNU:  # other fields stand there
+    if prefix and block[257:265] == _GNU:  # has other fields there
         return None
     try:
         size = int(block[124:136].rstrip(b"\0 "), 8)
@@ -100,36 +100,36 @@ def _other(file: BlockFile, offset: int) -> Header:
 
 
 _NAME = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)", re.DOTALL)
-#: webdataset and Energon pass over what is called so at the top of an archive.
+#: webdataset and Energon skip these names at the top of an archive.
 _META = re.compile(r"__[^/]*__(?:$|/)")
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(slots=True)
 class RecordExtent:
-    """Where a record is in its shard."""
+    """The place of a record in its shard."""
 
     key: str
     #: bytes from the start of the shard to the header of the first member.
     offset: int
-    #: bytes up to the end of the last member, with its padding.
+    #: bytes up to the end of the last member, including its padding.
     nbytes: int
     #: number of members.
     members: int = field(default=1)
-    #: the line of a row of JSON lines in what was walked, from 1.
+    #: for a row of JSON lines: its line, from 1.
     line: int = 0
 
 
 def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda name: None) -> Iterator[RecordExtent]:
-    """Every record of an archive, in its order; headers alone are looked at.
+    """Every record of an archive, in order; reads only headers.
 
     Args:
         file: of the archive.
-        shard: for errors.
-        ignored: called with the name of every file that belongs to no record (without an extension, or ``__meta__``).
+        shard: its name, for errors.
+        ignored: called with the name of every file outside records (without an extension, or ``__meta__``).
 
     Raises:
-        CorpusError: not a plain tar; cut, damaged or empty; a member that points out of it or is not a file.
+        CorpusError: not a plain tar; truncated, damaged or empty; a member whose path leaves it, or that is not a file.
     """
     check_plain(file, shard, "a plain .tar: records are read by their offset")
     current: RecordExtent | None = None
@@ -149,7 +149,7 @@ def walk(file: BlockFile, shard: str, ignored: Callable[[str], object] = lambda 
             extensions = (*seen[found[1]], extension)
             seen[found[1]] = known.setdefault(extensions, extensions)
             continue
-        # A record may come twice, as a whole; one whose members lie apart would become several.
+        # A whole record may come twice; one whose members are not adjacent would become several.
         if extension not in seen.get(found[1], (extension,)):
             raise _not_grouped(shard, header.name, found[1], seen[found[1]])
         seen[found[1]] = known.setdefault((extension,), (extension,))
@@ -175,7 +175,7 @@ def parse_record(data: bytes, path: str) -> Record:
         path: of the shard.
 
     Raises:
-        RecordError: they are not the members of one record. Its words are the same wherever the shard lies.
+        RecordError: they are not the members of one record. The text does not depend on the shard's path.
     """
     shard = path.rpartition("/")[2]
     key: str | None = None
@@ -211,7 +211,7 @@ def parse_record(data: bytes, path: str) -> Record:
 
 
 def content_hash(record: Record) -> int:
-    """32 bits of key, extensions and contents: the same wherever and in whatever tar the record lies."""
+    """32 bits of key, extensions and contents: independent of the record's place and of the tar's details."""
     hasher = xxhash.xxh3_64(record.key.encode("utf-8", "surrogateescape"))
     for extension, content in record.members.items():
         hasher.update(f"|{len(extension)}|{len(content)}|{extension}".encode("utf-8", "surrogateescape"))
@@ -246,7 +246,7 @@ def _not_grouped(shard: str, name: str, key: str, extensions: tuple[str, ...]) -
 
 
 def check_plain(file: BlockFile, shard: str, expected: str) -> None:
-    """Raises CorpusError: a compressed file, by its first bytes; ``expected`` says why that will not do."""
+    """Raises CorpusError: a compressed file, by its first bytes; ``expected`` is the reason in the error."""
     head = file.read_at(0, min(8, file.size))
     kind = next((name for magic, name in _COMPRESSED.items() if head.startswith(magic)), None)
     if kind is not None:

@@ -1,13 +1,13 @@
-"""The input in blocks of work; and, for several machines (``--part K/N``), in stretches of about equal size.
+"""Splits the input into blocks of work; and, for several machines (``--part K/N``), into stretches of similar size.
 
     files   |---- a.jsonl ----|-- b.jsonl.gz --|-- c.jsonl --|
     N = 3   |---- 1 ----|----------- 2 --------|----- 3 -----|
 
-A block is a function of the position where it starts, and of nothing else. Therefore the blocks are the same whatever
-the number of workers, and a run that was killed resumes at the end of any block that is finished.
+A block depends only on the position where it starts. So the blocks do not depend on the number of workers, and a run
+that was killed resumes at the end of any finished block.
 
-A stretch is a function of the files and of N alone. It starts with a file, or with a line of one that can be read from
-the middle on. Its blocks follow from where it starts, so that no machine needs to know what the others do.
+A stretch depends only on the files and on N. It starts with a file, or with a line of a file that can be read from the
+middle. Its blocks follow from its start, so that no machine needs to know about the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaresume.stream.errors import CorpusError, UsageError
 MIN_BLOCK_BYTES = 4 << 20
 MAX_BLOCK_BYTES = 64 << 20
 BLOCKS_WANTED = 4096
-#: bytes in which lines are counted at once.
+#: bytes read at once to count lines.
 COUNTED = 1 << 20
 
 
@@ -42,29 +42,29 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Block:
-    """A unit of work: some of the input's bytes."""
+    """A unit of work: a range of the input."""
 
     pieces: tuple[Piece, ...] = field(repr=False)
-    #: where the next block starts.
+    #: the start of the next block.
     end: Position
-    #: bytes on disk that were read for it (about).
+    #: approximate number of bytes read from disk for it.
     raw_bytes: int
 
 
 def block_bytes(inputs: Sequence[InputFile]) -> int:
-    """Decompressed bytes for a block, so that there are some thousands of blocks, neither tiny nor huge."""
+    """Decompressed bytes per block, chosen to make some thousands of blocks, neither tiny nor huge."""
     total = sum(file.size for file in inputs)
     return min(max(total // BLOCKS_WANTED, MIN_BLOCK_BYTES), MAX_BLOCK_BYTES)
 
 
 class BlockReader:
-    """Reads blocks; keeps the file open between two that follow each other.
+    """Reads blocks; keeps the file open between adjacent ones.
 
     Args:
         inputs: the files, in order.
         text_unit: what a document is in a text file.
-        size: bytes a block holds at least, except the last.
-        stop: where the last block ends, at the start of a file or of a line; None: at the end of the input.
+        size: least bytes of a block, except the last.
+        stop: the end of the last block, at the start of a file or of a line; None: the end of the input.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class BlockReader:
         self._at = Position()
 
     def read(self, start: Position) -> Block | None:
-        """The block that starts there; None at the end.
+        """The block that starts at a position; None at the end.
 
         Raises:
             CorpusError: a file is damaged or changed, or a document is too large.
@@ -96,7 +96,7 @@ class BlockReader:
             raw_before = self._stream.raw_position() if self._at.offset else 0
             wanted = self._size - size
             if self._at.file == self._stop.file:
-                # One byte less: what is read continues to the end of its line.
+                # One byte less, as a read continues to the end of its line.
                 wanted = min(wanted, self._stop.offset - self._at.offset - 1)
             data = self._read_documents(self._stream, unit, wanted)
             self._stream.check_unchanged()
@@ -118,7 +118,7 @@ class BlockReader:
         return Block(pieces=tuple(pieces), end=self._at, raw_bytes=raw_bytes)
 
     def with_line(self, start: Position) -> Position:
-        """A place with its line counted: from the start of its file."""
+        """The position with its line number, counted from the start of the file."""
         if start.offset == 0:
             return start
         with closing(InputStream(self._inputs[start.file])) as stream:
@@ -133,7 +133,7 @@ class BlockReader:
             self._stream = None
 
     def _read_documents(self, stream: InputStream, unit: Unit, wanted: int) -> bytes:
-        """Whole documents of at least ``wanted`` bytes; fewer, or none, only at the end of the file."""
+        """Complete documents of at least ``wanted`` bytes; fewer, or none, only at the end of the file."""
         if unit == "file":
             data = stream.read(MAX_DOCUMENT_BYTES + 1)
             _check_size(data, stream, self._at.line)
@@ -144,7 +144,7 @@ class BlockReader:
             _check_size(line, stream, self._at.line)
             parts.append(line)
             size += len(line)
-            # The first line is the rest of the one that read() stopped in: no blank line, even if it is empty.
+            # The first line is the rest of the one where read() stopped: not a blank line, even if it is empty.
             if unit != "paragraph" or (len(parts) > 2 and not line.strip()):
                 break
             if size > MAX_DOCUMENT_BYTES + wanted:
@@ -163,7 +163,7 @@ def _check_size(data: bytes, stream: InputStream, line: int) -> None:
         )
 
 
-#: machines, as names have five digits.
+#: most machines: names have five digits.
 MOST = 99_999
 
 
@@ -171,34 +171,34 @@ MOST = 99_999
 class Stretch:
     """The part of the input that one machine prepares."""
 
-    #: the number of the stretch, from 1, and of how many.
+    #: the number of the stretch, from 1, and the number of stretches.
     number: int
     of: int
-    #: where its first block starts; ``line`` is not counted yet.
+    #: the start of its first block; ``line`` is not counted yet.
     start: Position
-    #: where the next stretch starts.
+    #: the start of the next stretch.
     stop: Position
-    #: bytes on disk (about).
+    #: approximate number of bytes on disk.
     size: int
 
     @property
     def directory(self) -> str:
-        """The directory of its blocks, in the directory of the whole prepare."""
+        """The directory of its blocks, within the directory of the whole prepare."""
         return "" if self.of == 1 else f"{self.number:05d}-of-{self.of:05d}"
 
     def name(self, index: int) -> str:
-        """The name of a block; the order of the names is the order of the input."""
+        """The name of a block; names sort in the order of the input."""
         block = f"part-{index:08d}"
         return block if self.of == 1 else f"{self.directory}/{block}"
 
 
 def cut(files: Sequence[InputFile], text_unit: TextUnit, of: int) -> list[Stretch]:
-    """Cut the input into stretches, in order; some are empty if there is too little to cut.
+    """Split the input into stretches, in order; some are empty if the input is too small.
 
     Args:
         files: the input.
         text_unit: what a document is in a text file.
-        of: how many.
+        of: the number of stretches.
 
     Raises:
         CorpusError: a file is gone, or changed.
@@ -209,7 +209,7 @@ def cut(files: Sequence[InputFile], text_unit: TextUnit, of: int) -> list[Stretc
 
 
 def _start(files: Sequence[InputFile], text_unit: TextUnit, target: int) -> Position:
-    """A place where a stretch can start, close to a byte of the whole input; in the order of the bytes."""
+    """A position where a stretch can start, close to a byte of the whole input; increases with that byte."""
     for number, file in enumerate(files):
         if target <= 0:
             return Position(file=number)
@@ -224,7 +224,7 @@ def _start(files: Sequence[InputFile], text_unit: TextUnit, target: int) -> Posi
 
 
 def check_part(part: tuple[int, int]) -> None:
-    """Refuse a part that there cannot be.
+    """Refuse an impossible part.
 
     Raises:
         UsageError: not 1 <= K <= N.

@@ -1,4 +1,4 @@
-"""The options of conversations, and what follows from them, the tokenizer and the first row."""
+"""The options for conversations, and what follows from them, the tokenizer and the first row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megaresume.stream.errors import CorpusError, UsageError, near
 
 log = logging.getLogger(__name__)
 
-#: rows of a file that are looked at for the first one that is a JSON object.
+#: rows of a file to search for the first one that is a JSON object.
 LOOKED_AT = 1000
 
 
@@ -33,14 +33,14 @@ class ChatOptions:
 
     #: a file, or a name in `megaresume.encoding.text.conversations.STYLES`; None: the tokenizer's own.
     template: str | Path | None = None
-    #: the date that the template takes for today: YYYY-MM-DD.
+    #: today's date for the template: YYYY-MM-DD.
     date: str | None = None
     #: the shape of the rows; None: that of the first row.
     shape: RowShape | None = None
     selection: Selection = field(default_factory=Selection)
-    #: roles may come in any order that the template takes.
+    #: roles may come in any order that the template accepts.
     any_order: bool = False
-    #: the most tokens of a document; None: any number.
+    #: limit on the tokens of a document; None: no limit.
     max_tokens: int | None = None
     too_long: TooLong = "error"
 
@@ -48,17 +48,17 @@ class ChatOptions:
 def with_conversations(
     text: TextOptions, chat: ChatOptions, tokenizer: str | Path | None, files: Sequence[InputFile]
 ) -> TextOptions:
-    """The options of a corpus of conversations.
+    """The text options of a corpus of conversations.
 
     Args:
         text: options of rows.
-        chat: what a user says of them.
+        chat: the user's options.
         tokenizer: a tokenizer.json, or a directory with one.
         files: the input.
 
     Raises:
-        UsageError: bad options, no template that can be read, files without rows.
-        CorpusError: no row tells what shape they have, or the first one has two.
+        UsageError: bad options, no readable template, files without rows.
+        CorpusError: no row shows its shape, or the first one has two shapes.
         SetupError: the library `jinja2` is missing.
     """
     _check(chat)
@@ -79,7 +79,7 @@ def with_conversations(
             action="leave those out that are too long: --too-long skip",
         )
     template, tokens = read_chat_template(tokenizer, chat.template)
-    rendered = ChatTemplate(template, tokens, chat.date)  # before anything is begun that would be begun again
+    rendered = ChatTemplate(template, tokens, chat.date)  # before starting anything that a failure would waste
     if "tool_calls" in template:
         _hint_at_arguments(rendered, shape, text.json_key, files)
     roles = tuple(dict.fromkeys(ROLES.get(role, role) for role in chat.selection.roles))
@@ -134,7 +134,7 @@ def _check(chat: ChatOptions) -> None:
 def _check_trained(
     roles: Sequence[str], template: str, shape: RowShape, key: str | None, files: Sequence[InputFile]
 ) -> None:
-    """Refuse a role that is none: not a usual one, nor one that the template or the first rows know."""
+    """Refuse an unknown role: neither a usual one, nor in the template or the first rows."""
     known = dict.fromkeys([*ROLES.values(), "developer"])
     unknown = [role for role in roles if role not in known]
     unknown = [role for role in unknown if not re.search(f"""["']{re.escape(role)}["']""", template)]
@@ -155,7 +155,7 @@ def _check_trained(
 
 
 def _hint_at_arguments(template: ChatTemplate, shape: RowShape, key: str | None, files: Sequence[InputFile]) -> None:
-    """Say if the template writes the arguments of tool calls as JSON in a JSON text: it expects objects."""
+    """Warn if the template writes the arguments of tool calls as JSON inside a JSON string: it expects objects."""
     for row in _first_rows(files[:1]):
         with suppress(BadRow, TemplateRefuses):
             said = conversation_of(row, shape, "", key=key)
@@ -179,7 +179,7 @@ def _hint_at_arguments(template: ChatTemplate, shape: RowShape, key: str | None,
 
 
 def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
-    """Those of the first rows of each file that are JSON objects."""
+    """The JSON objects among the first rows of each file."""
     for file in files:
         with closing(InputStream(file)) as stream:
             for _ in range(LOOKED_AT):
@@ -193,7 +193,7 @@ def _first_rows(files: Sequence[InputFile]) -> Iterator[dict[str, Any]]:
 
 
 def _first_shape(files: Sequence[InputFile]) -> RowShape:
-    """The shape of the first row that has one: all others must have it, too."""
+    """The shape of the first row that has one; all others must have it, too."""
     keys: list[str] = []
     for row in _first_rows(files):
         shapes = shapes_of(row)

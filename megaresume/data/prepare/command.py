@@ -119,7 +119,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     parser.add_argument("--restart", action="store_true", help="discard what a killed run left, and start over")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    # The flags of each kind of input, so that those of another kind are refused.
+    # The flags for each kind of input, so that those for another kind are refused.
     only = {"text_only": names_of(text), "chat_only": add_chat_arguments(parser)}
     parser.set_defaults(parser=parser, **only, shards_only=add_shard_arguments(parser))
 
@@ -204,10 +204,10 @@ def _show(summary: PrepareSummary, args: argparse.Namespace) -> None:
 
 
 def _piped(args: argparse.Namespace) -> Path:
-    """Standard input as a file beside the output, where a run that was killed finds it again.
+    """Save standard input as a file beside the output, where a killed run finds it again.
 
     Raises:
-        UsageError: several machines or epochs would have to read it; nobody says what it is.
+        UsageError: several machines or epochs would have to read it; or its format is not given.
     """
     import filecmp
     import shutil
@@ -236,14 +236,14 @@ def _piped(args: argparse.Namespace) -> Path:
     with open(new, "wb") as file:
         shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
     if path.exists() and filecmp.cmp(new, path, shallow=False):
-        new.unlink()  # the same command, again: it continues with what the first one began
+        new.unlink()  # the same command again: continue with the first one's file
     else:
         new.replace(path)
     return path
 
 
 def _is_pattern(named: str) -> bool:
-    """Whether it may stand for several files: a URL, or what has wildcards or braces and is not itself a file."""
+    """Whether it may match several files: a URL, or a path with wildcards or braces that is not a file."""
     from megaresume.data.remote import is_url
 
     return is_url(named) or (any(letter in named for letter in "*?[{") and not os.path.exists(named))
@@ -263,7 +263,7 @@ def _cores() -> int:
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
-    """Flags that hold for conversations alone; gives their names in the namespace."""
+    """Add the flags that only apply to conversations; returns their names in the namespace."""
     chat = parser.add_argument_group("conversations", "rows to tokens by the tokenizer's chat template, and .spans")
     chat.add_argument(
         "--chat", action="store_true", help="each row is a conversation; only what --train says is trained"
@@ -306,10 +306,10 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def chat_options(args: argparse.Namespace) -> ChatOptions | None:
-    """The options of conversations in the flags; None if rows are none.
+    """The conversation options in the flags; None if rows are not conversations.
 
     Raises:
-        UsageError: a flag of conversations without --chat, or a bad value.
+        UsageError: a conversation flag without --chat, or a bad value.
     """
     from megaresume.data.prepare.chat import ChatOptions
     from megaresume.encoding.text.chat_template import PARTS

@@ -1,4 +1,4 @@
-"""``megaresume prepare`` for tar shards and Energon datasets: flags to an encoder, a summary for people."""
+"""``megaresume prepare`` for tar shards and Energon datasets: turns flags into an encoder, and prints a summary."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from megaresume.data.prepare.shards import ShardSummary
     from megaresume.encoding.images.encoder import ImageTextEncoder
 
-#: The suffixes of files of JSON lines, beside a folder of images.
+#: The suffixes of JSON lines files, beside a folder of images.
 _LINES = (".jsonl", ".ndjson", ".json")
 
 
 def add_shard_arguments(parser: argparse.ArgumentParser) -> list[str]:
-    """Flags that hold for shards alone; gives their names in the namespace."""
+    """Add the flags that only apply to shards; returns their names in the namespace."""
     group = parser.add_argument_group(
         "image-text records in tar shards (.tar, or a directory that Energon prepared), or JSON lines and images"
     )
@@ -62,10 +62,10 @@ def add_shard_arguments(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def wants_shards(args: argparse.Namespace) -> bool:
-    """Whether the inputs are shards; flags of the other kind are refused.
+    """Whether the inputs are shards; refuses flags for the other kind of input.
 
     Raises:
-        UsageError: shards beside text, or a flag that does not hold for the inputs.
+        UsageError: both shards and text, or a flag that does not apply to the inputs.
     """
     from megaresume.data.inputs import is_index, is_shards, is_text
     from megaresume.data.metadatasets import is_metadataset

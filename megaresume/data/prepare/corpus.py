@@ -1,9 +1,9 @@
-"""Text, JSON lines or a directory of files to a Megatron corpus: parallel, resumable, the same bytes every time.
+"""Builds a Megatron corpus from text, JSON lines or a directory: parallel, resumable, the same bytes every time.
 
     files -> BlockReader -> blocks -> workers: decode, tokenize -> parts -> merge -> .bin, .idx, sidecar
 
-One process reads and cuts, workers do the rest. Finished parts stay in ``PREFIX.prepare/``
-until the corpus is complete. Several machines can make parts of it first, each of its stretch of the input.
+One process reads and splits the input, workers do the rest. Finished parts stay in ``PREFIX.prepare/`` until the corpus
+is complete. Before that, several machines can each make the parts of their stretch of the input.
 """
 
 from __future__ import annotations
@@ -34,45 +34,45 @@ from megaresume.encoding.text.tokenizers import Tokenizer, read_tokenizer_file, 
 from megaresume.stream.errors import CorpusError, UsageError, require
 from megaresume.stream.progress import progress
 
-#: The types of tokens that Megatron knows.
+#: The integer types of tokens in Megatron.
 DTYPE_NAMES = tuple(dtype.name for dtype in DTYPES.values() if dtype.kind in "iu")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """Everything that decides what the corpus holds, and how it is made."""
+    """Everything that determines the content of the corpus, and how it is made."""
 
     #: file or directory; None: bytes.
     tokenizer: str | Path | None = None
     eod_token: str | None = None
-    #: whether documents end in the token for it; None: texts do, conversations do not, whose template says how they
-    #: end.
+    #: whether documents end with the tokenizer's end-of-document token; None: texts do, conversations do not, as their
+    #: template determines how they end.
     append_eod: bool | None = None
     #: "auto": uint16 for vocabularies below 65500, otherwise int32, as Megatron does.
     dtype: str = "auto"
-    #: the pattern of files in directories.
+    #: the pattern for files in directories.
     glob: str = "**/*"
     #: the format of all files; None: by their names.
     format: Format | None = None
     #: what a document is in a text file.
     text_unit: TextUnit = "file"
-    #: where the text of a row is; conversations are asked for by ``chat``.
+    #: where the text of a row is; for conversations, see ``chat``.
     text: TextOptions = field(default_factory=TextOptions)
     #: rows are conversations; None: texts.
     chat: ChatOptions | None = None
     #: processes; the result does not depend on it.
     workers: int = 1
-    #: decompressed bytes in a unit of work; the result does not depend on it.
+    #: decompressed bytes per unit of work; the result does not depend on it.
     block_bytes: int | None = None
-    #: replace a corpus that is there.
+    #: replace an existing corpus.
     overwrite: bool = False
-    #: throw away what a killed run left.
+    #: discard what a killed run left.
     restart: bool = False
-    #: (K, N): only the parts of stretch K of N, from 1, for a run without it to merge.
+    #: (K, N): only make the parts of stretch K of N, from 1; a later run without it merges them.
     part: tuple[int, int] | None = None
-    #: no .bin: lengths and places alone; tokens are made when they are read.
+    #: no .bin, only lengths and places; tokens are made when they are read.
     index_only: bool = False
-    #: a file that is named twice is read twice, instead of being refused.
+    #: read a file twice if it is given twice, instead of refusing it.
     repeat_inputs: bool = False
     #: reads inputs that are URLs.
     store: RemoteReader | None = None
@@ -86,43 +86,43 @@ class PrepareSummary:
     files: int
     documents: int
     tokens: int
-    #: documents without a token, left out.
+    #: documents without tokens, left out.
     empty: int
-    #: documents that are not UTF-8, left out (``invalid: skip``).
+    #: documents that are not valid UTF-8, left out (``invalid: skip``).
     skipped: int
     #: lines that are not a JSON object with a text or a conversation, left out (``bad_lines: skip``).
     bad_lines: int
-    #: conversations longer than ``max_tokens``: left out, and made shorter.
+    #: conversations longer than ``max_tokens``: left out, and shortened.
     too_long: int
     shortened: int
-    #: where the first few of both are, and what is wrong with them.
+    #: the first few of both: where they are, and what is wrong with them.
     first_left_out: list[str]
-    #: tokens that are trained, if the corpus says which.
+    #: tokens that are trained, if the corpus has a .spans.
     trained: int | None
-    #: directories that were left out, because they lead to one that is read already.
+    #: directories skipped because they link to one that is read already.
     linked_twice: list[str]
     #: UTF-8 bytes of the documents.
     text_bytes: int
-    #: size of the .bin; None if not merged yet, or none.
+    #: size of the .bin; None if there is none, or not yet.
     bin_bytes: int | None
-    #: size of the .places, if it is all that was asked for; None if not merged yet, or none.
+    #: size of the .places; None if there is none, or not yet.
     places_bytes: int | None
-    #: compressed files of an index alone, which every machine unpacks that reads them.
+    #: compressed files of an index without .bin, which every machine that reads them must unpack.
     to_unpack: int
-    #: (K, N), if that was all.
+    #: (K, N), if only that part was made.
     part: tuple[int, int] | None
     dtype: str
     tokenizer: str
     vocab_size: int
     eod: int | None
-    #: wall clock of this run.
+    #: wall clock time of this run.
     seconds: float
     #: units of work, and how many of them an earlier run had finished.
     blocks: int
     resumed_blocks: int
 
 
-#: The numbers that are summed over all parts.
+#: The numbers to sum over all parts.
 _SUMS = ("documents", "tokens", "empty", "skipped", "bad_lines", "too_long", "shortened", "text_bytes")
 
 
@@ -135,8 +135,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
         options: see `PrepareOptions`.
 
     Raises:
-        UsageError: wrong options, an unknown input, an output that exists, the rest of another run, parts that another
-            machine made of other input or with other settings.
+        UsageError: wrong options, an unknown input, an existing output, leftovers of another run, parts that another
+            machine made from other input or with other settings.
         CorpusError: damaged input, or input without a document.
         SetupError: no room, no permission, a missing library, a worker that was killed.
     """
@@ -152,7 +152,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     found = find_inputs(
         inputs, glob=options.glob, format=options.format, store=options.store, repeats=options.repeat_inputs
     )
-    # --output may lie in a directory that is read
+    # --output may be within an input directory
     files = [file for file in found.files if file.url or not _is_output(file.path, prefix)]
     files = [replace(file, key=options.text.json_key) for file in files]
     if options.format is None:
@@ -169,7 +169,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
     plan = _plan(files, spec, tokenizer, options, size) | {"parts": of}
     machine = "" if options.part is None else stretches[0].directory
     check_workers(options.workers)
-    # A process takes longer to start than a small block to encode.
+    # Starting a process takes longer than encoding a small block.
     workers = max(1, min(options.workers, sum(stretch.size for stretch in stretches) // size))
     try:
         with parts_files.locked(plan, restart=options.restart, machine=machine):
@@ -207,7 +207,7 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
 
 
 def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> None:
-    """Refuse files whose rows cannot be read one by one, and servers that do not let them."""
+    """Refuse files whose rows cannot be read one at a time, and servers that do not support it."""
     for file in files:
         if options.index_only and file.store is not None and file.path.suffix not in COMPRESSIONS:
             file.store.check_ranges(file.name, file.size)
@@ -222,7 +222,7 @@ def _check_index_only(files: Sequence[InputFile], options: PrepareOptions) -> No
 
 
 def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderSpec, Tokenizer]:
-    """Everything that decides the tokens."""
+    """Everything that determines the tokens."""
     if options.chat is not None:
         for library in ("tokenizers", "jinja2"):
             require(library, "conversations need it", "pip install 'megaresume[chat]'")
@@ -251,7 +251,7 @@ def _spec(options: PrepareOptions, files: Sequence[InputFile]) -> tuple[EncoderS
 
 
 def _machines(parts_files: PartFiles, options: PrepareOptions) -> int:
-    """Into how many stretches the input is cut: as ``--part`` says, or as the machines did that were here before."""
+    """The number of stretches of the input: from ``--part``, or from the plans of machines that ran earlier."""
     if options.part is not None:
         check_part(options.part)
         return options.part[1]
@@ -272,7 +272,7 @@ def _is_output(path: Path, prefix: Path) -> bool:
 
 def _dtype(wanted: str, tokenizer: Tokenizer) -> str:
     if wanted == "auto":
-        # as megatron.core.datasets.indexed_dataset.DType.optimal_dtype
+        # same rule as megatron.core.datasets.indexed_dataset.DType.optimal_dtype
         return "uint16" if tokenizer.vocab_size < 65500 else "int32"
     if wanted not in DTYPE_NAMES:
         raise UsageError.unknown(
@@ -292,7 +292,7 @@ def _check_output(prefix: Path, parts_files: PartFiles, *, overwrite: bool) -> N
     if overwrite:
         return
     for path in (idx_path(prefix), bin_path(prefix), places_path(prefix)):
-        # A .bin without an .idx beside our parts is our own: we were killed between the two.
+        # A .bin without an .idx beside our parts is ours: we were killed between writing the two.
         if path.exists() and not (path.suffix != ".idx" and parts_files.directory.exists()):
             raise UsageError(
                 f"{path} exists",
@@ -338,9 +338,9 @@ def _plan(
 
 
 def _raw(files: Sequence[InputFile], spec: EncoderSpec, options: PrepareOptions) -> dict[str, Any]:
-    """The header of a .places besides the places."""
+    """The header of a .places, without the places."""
     names = [file.url or os.path.abspath(file.path) for file in files]
-    # The paths are below it also if it is another one: the files may lie elsewhere when they are read.
+    # Relative to their common directory: when they are read, it may be elsewhere.
     root = "/".join(os.path.commonprefix([name.split("/")[:-1] for name in names]))  # noqa: RUF071 - of lists
     described = [
         {

@@ -1,14 +1,14 @@
-"""Blocks to parts, here or in worker processes; and finished parts to a corpus: .bin (or .places), .idx and .spans.
+"""Encodes blocks into parts, here or in workers; and merges parts into .bin (or .places), .idx and .spans.
 
-A part is a finished block in the `WorkDirectory`, by a name that `Stretch.name` gives. Its arrays:
+A part is a finished block in the `WorkDirectory`, with a name from `Stretch.name`. Its arrays:
 
     lengths                   int32[documents]
-    tokens                    in the type of the corpus; or, of an index alone, the columns of a `RowIndex`
-    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
+        tokens                    in the dtype of the corpus; or, without a .bin, the columns of a `RowIndex`
+        span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
 
-It holds the position in the input where the next block starts, so that finished blocks need not be read again.
+    It has the position of the next block in the input, so that finished blocks need not be read again.
 
-Parts are merged in bounded memory. The .idx appears last, beside its own .bin or .places.
+    Merging uses bounded memory. The .idx appears last, when its .bin or .places is complete.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megaresume.files import fsync_dir
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import Progress, progress
 
-#: documents that are left out of which a part says where they are.
+#: documents left out that a part lists by name.
 SHOWN = 3
 #: texts tokenized at once.
 BATCH = 512
@@ -54,13 +54,13 @@ def make_parts(
     encoder: Encoder,
     workers: int,
 ) -> tuple[dict[str, Part], int]:
-    """Make the parts of some stretches: by their names, in order, and how many of them were there already.
+    """Make the parts of stretches; returns them by name, in order, and how many existed already.
 
     Args:
         files: the input.
         text_unit: what a document is in a text file.
-        size: bytes a block holds at least.
-        stretches: what to make.
+        size: least bytes of a block.
+        stretches: those to make.
         encoder: makes a part.
         workers: processes.
 
@@ -87,7 +87,7 @@ def make_parts(
 def _blocks_to_do(
     reader: BlockReader, stretch: Stretch, encoder: Encoder, parts: dict[str, Part], bar: Progress
 ) -> Iterator[tuple[str, Block]]:
-    """Blocks that have no part yet; the parts that are there are added to ``parts``."""
+    """Blocks without a part yet; existing parts are added to ``parts``."""
     position, index = stretch.start, 0
     with closing(reader):
         while True:
@@ -112,7 +112,7 @@ class Encoder:
 
     files: PartFiles
     spec: EncoderSpec
-    #: parts hold places, not tokens.
+    #: parts hold places instead of tokens.
     index_only: bool = False
 
     @cached_property
@@ -194,7 +194,7 @@ class Encoder:
         yield batch
 
     def _places(self, block: Block) -> Iterator[tuple[int, int, int] | None]:
-        """File, and place in it, of each document, also of those that are left out; None: nobody asked."""
+        """File and place of each document, including those that are left out; None without ``index_only``."""
         if not self.index_only:
             yield from repeat(None)
         for piece in block.pieces:
@@ -215,26 +215,26 @@ class Part:
 
     documents: int
     tokens: int
-    #: documents without a token, left out.
+    #: documents without tokens, left out.
     empty: int
     #: documents that are not UTF-8, and lines that are not a JSON object with a text: left out.
     skipped: int
     bad_lines: int
-    #: where the first few of both are, and what is wrong with them.
+    #: the first few of both: where they are, and what is wrong with them.
     first_left_out: list[str]
-    #: conversations that were too long: left out, and made shorter.
+    #: conversations that were too long: left out, and shortened.
     too_long: int
     shortened: int
-    #: spans of trained tokens, and these tokens; None if every token is trained.
+    #: spans of trained tokens, and their tokens; None if every token is trained.
     spans: int | None
     trained: int | None
-    #: bytes of the documents in UTF-8; of conversations, as the template writes them.
+    #: UTF-8 bytes of the documents; for conversations, as rendered by the template.
     text_bytes: int
-    #: read for it from disk (about).
+    #: approximate number of bytes read from disk for it.
     raw_bytes: int
-    #: where the next block starts.
+    #: the start of the next block.
     end: Position
-    #: files of the input, by number, and documents of each; None if it holds tokens, not places.
+    #: numbers of input files, with the documents of each; None if it has tokens, not places.
     places: list[list[int]] | None
 
 
@@ -250,12 +250,12 @@ class PartFiles(WorkDirectory):
         places: list[list[int]] | None = None,
         **counts: Any,
     ) -> Part:
-        """Write a part: all of it or nothing.
+        """Write a part, atomically.
 
         Args:
             name: of the block.
             arrays: see above.
-            end: where the next block starts.
+            end: the start of the next block.
             places: as in `Part`.
             counts: the other fields of `Part`.
 
@@ -275,7 +275,7 @@ class PartFiles(WorkDirectory):
         return Part(**sizes, end=end)
 
     def find_part(self, name: str) -> Part | None:
-        """A part if it is finished; a damaged one is removed."""
+        """A part, if it is finished; a damaged one is removed."""
         if (head := self.find(name)) is None:
             return None
         try:
@@ -296,20 +296,20 @@ def merge_parts(
     *,
     raw: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the corpus and put it in place of an older one, if there is one.
+    """Write the corpus, replacing an older one.
 
     Args:
         prefix: of the corpus.
-        files: where the parts are.
-        parts: all of them by their names, in order.
+        files: the directory of the parts.
+        parts: all of them by name, in order.
         dtype: of the tokens.
         tokenizer: for the sidecar.
-        tick: called with the documents written.
-        raw: the header of a .places, of which ``files`` lack their records; None if a .bin is written.
+        tick: called with the number of documents written.
+        raw: the header of a .places, whose ``files`` lack the numbers of records; None to write a .bin.
 
     Raises:
         CorpusError: a part is damaged.
-        OSError: the disk is full, or the like.
+        OSError: such as a full disk.
     """
     documents = sum(part.documents for part in parts.values())
     counts = [part.spans for part in parts.values()]
@@ -342,7 +342,7 @@ def merge_parts(
             if file is not None:
                 file.flush()
                 os.fsync(file.fileno())
-    # An index must never stand beside the tokens of another corpus, nor beside their spans.
+    # An index must never be beside the tokens or the spans of another corpus.
     idx_path(prefix).unlink(missing_ok=True)
     sidecar_path(prefix).unlink(missing_ok=True)
     spans_path(prefix).unlink(missing_ok=True)
@@ -361,7 +361,7 @@ def merge_parts(
 
 
 def _counted(files: Sequence[Mapping[str, Any]], parts: Mapping[str, Part]) -> list[dict[str, Any]]:
-    """Files with the records of each."""
+    """Files with the number of records of each."""
     documents = Counter[int]()
     for part in parts.values():
         for file, count in part.places or []:

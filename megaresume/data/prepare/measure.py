@@ -1,21 +1,22 @@
-"""One shard to one part of an index, in a worker process of ``megaresume prepare``; and finished parts to the index.
+"""Measures one shard into a part of an index, in a worker process; and merges finished parts into the index.
 
     shard --walk--> records --encoder.measure--> columns --> part in the work directory --merge--> NAME.shards.idx
 
-Parts are merged in bounded memory; the index appears by rename, when it is complete. Its header holds
+Merging uses bounded memory; the index appears by rename, when it is complete. Its header has
 
     encoder        spec (with the tokenizer's content) and fingerprint
-    files          path (relative to the index where they lie below it), bytes, records of each, in order
-    records, tokens, image_tokens, images, missing_images, longest
-    split          documents beyond one for each record: ``records`` counts documents
+        files          path (relative to the index if below it), bytes, number of records of each, in order
+        records, tokens, image_tokens, images, missing_images, longest
+        split          documents in excess of one for each record: ``records`` counts documents
     invalid        policy, count, and the first records that could not be measured, with the reason
-    fingerprints   range, tokens, hash of the lengths, hash of the contents: of all documents, and of each part of an
-                   Energon data set
-    columns        hash of each
-    folder         of JSON lines: path of the folder of images (as those of shards), bytes of the images that rows name
+        fingerprints   range, tokens, hash of the lengths, hash of the contents: for all documents, and for each part of
+        an
+                       Energon data set
+        columns        hash of each
+        folder         for JSON lines: path of the folder of images (like those of shards), bytes of the images in rows
     energon        hash of the metadata, and part -> [first, stop) (Energon data sets only), with fields
 
-and nothing of the machine, the time or the workers: the same shards and encoder give the same bytes.
+and nothing that depends on the machine, the time or the workers: the same shards and encoder give the same bytes.
 """
 
 from __future__ import annotations
@@ -43,24 +44,24 @@ from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.files import fsync_dir
 from megaresume.stream.errors import CorpusError, listed
 
-#: What becomes of a record that cannot be measured: stop; one masked token; length 0.
+#: What happens to a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]
 
-#: The most records of a part that the header of the index names.
+#: Most records of a part that are listed in the header of the index.
 SHOWN = 32
-#: length of a record that could not be measured and is kept: the place of an end of document.
+#: length of a record that is kept although it could not be measured: an end-of-document token.
 MASKED_TOKENS = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IndexSpec:
-    """The task of a worker. Small: the tokenizer is built in the worker."""
+    """The task of a worker; small, as the tokenizer is built in the worker."""
 
-    #: the path of the index; parts go beside it.
+    #: the path of the index; parts are written beside it.
     output: Path
     encoder: ImageTextEncoder
     invalid: Invalid
-    #: every image is decoded, not only its header.
+    #: decode every image, not only its header.
     decode: bool = False
     #: the fields of an Energon data set.
     fields: Fields | None = None
@@ -70,29 +71,29 @@ class IndexSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardTask:
-    """One shard to be measured."""
+    """One shard to measure."""
 
     #: local path or URL.
     path: str
-    #: bytes of the shard.
+    #: size of the shard in bytes.
     size: int
     #: an identity that changes when the shard is written again.
     identity: str
     #: keys of records to leave out.
     excluded: frozenset[str] = frozenset()
-    #: of JSON lines, the piece: rows that begin in these bytes of the file ``lines``, which may be unpacked.
+    #: for JSON lines: the piece, rows that begin in these bytes of the file ``lines``, which may be unpacked.
     start: int = 0
     stop: int | None = None
     lines: str | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes to be measured."""
+        """Bytes to measure."""
         return (self.size if self.stop is None else self.stop) - self.start
 
     @property
     def part(self) -> str:
-        """Name of its part: by its path, so that a part survives when shards are added to the list."""
+        """Name of its part; from its path, so that parts stay valid when shards are added to the list."""
         return f"shard-{xxhash.xxh3_64_hexdigest(f'{self.path} {self.start}'.encode())}"
 
     def head(self) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class ShardTask:
 
 @dataclass(slots=True)
 class _Columns:
-    """The columns of a part, being written."""
+    """The columns of a part while they are written."""
 
     rows: list[tuple[int, ...]] = field(default_factory=list)
     invalid: int = 0
@@ -123,7 +124,7 @@ class _Columns:
 
 
 def find_part(directory: WorkDirectory, task: ShardTask) -> dict[str, Any] | None:
-    """The head of the finished part of a shard, if it was made of the shard as it is now."""
+    """The head of a shard's finished part, if the shard has not changed since."""
     head = directory.find(task.part)
     if head is None or any(head.get(key) != value for key, value in task.head().items()):
         return None
@@ -212,7 +213,7 @@ def _measured(
         return spec.encoder.measures(record, decoded=spec.decode), content_hash(raw)
     except CorpusError as error:
         if folder is not None:
-            folder.check()  # without it, every row would be left out
+            folder.check()  # without the folder, every row would be left out
         if spec.invalid == "error":
             where = f"{task.path}, record {number} ('{extent.key}')"
             if folder is not None:
@@ -260,7 +261,7 @@ class _Totals:
 
 
 class _Range:
-    """Fingerprint of a range of documents, being made."""
+    """The fingerprint of a range of documents, computed step by step."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
@@ -292,23 +293,23 @@ def merge_parts(
     energon: Mapping[str, Any] | None,
     tick: Callable[[int], Any],
 ) -> Mapping[str, Any]:
-    """Write the index and put it in place of an older one, if there is one.
+    """Write the index, replacing an older one.
 
     Args:
         index: path of the ``.shards.idx``.
         spec: what the parts were made with.
         tasks: all shards, in order.
         heads: of their parts.
-        parts: head and columns of each, read as they are needed.
-        energon: of an Energon data set: hash, parts (part -> [first, stop) documents), names of the shards.
-        tick: called with the records written.
+        parts: head and columns of each, read when needed.
+        energon: for an Energon data set: hash, parts (part -> [first, stop) documents), names of the shards.
+        tick: called with the number of records written.
 
     Returns:
         the header.
 
     Raises:
         CorpusError: a part is damaged.
-        OSError: the disk is full, or the like.
+        OSError: such as a full disk.
     """
     records = sum(head["records"] for head in heads)
     ranges = {(0, records): _Range(0, records)}
@@ -331,7 +332,7 @@ def merge_parts(
 
 
 def _numbers(tasks: Sequence[ShardTask]) -> list[int]:
-    """The shard of each task: pieces of one file follow one another."""
+    """The number of each task's file: adjacent pieces may be of one file."""
     others = (task.path != before.path for before, task in itertools.pairwise(tasks))
     return list(itertools.accumulate(others, initial=0)) if tasks else []
 

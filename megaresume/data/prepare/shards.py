@@ -1,14 +1,14 @@
-"""Tar shards to an index of lengths: parallel, resumable, the same bytes every time.
+"""Builds an index of lengths from tar shards: parallel, resumable, the same bytes every time.
 
     shards -> workers: walk the tar, measure each record -> parts -> merge -> NAME.shards.idx
 
-A part is one shard. Finished parts stay in ``NAME.shards.idx.prepare/`` until the index is complete; one is used again
-only if its shard is still the same and the encoder too.
+A part is one shard. Finished parts stay in ``NAME.shards.idx.prepare/`` until the index is complete; they are reused
+only if the shard and the encoder are still the same.
 
-Indexes that several machines made, each of its own shards, are joined as if one machine had made one of all shards:
+Indexes that several machines made, each from its own shards, are joined as if one machine had made one from all shards:
 
     a.shards.idx (shards 0 to 499) --+
-    b.shards.idx (500 to 999) -------+-->  pairs.shards.idx, of the same bytes as one prepare of 0 to 999
+        b.shards.idx (500 to 999) -------+-->  pairs.shards.idx, with the same bytes as one prepare of 0 to 999
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.stream.errors import CorpusError, UsageError
 from megaresume.stream.progress import progress
 
-#: bytes of JSON lines that are measured at a time; their images are some hundred times as many.
+#: bytes of JSON lines measured at a time; their images are some hundred times as large.
 PIECE = 1 << 20
 
 
@@ -53,7 +53,7 @@ class ShardSummary:
 
     index: str
     shards: int
-    #: bytes of the shards; of JSON lines, with the images.
+    #: bytes of the shards; for JSON lines, including the images.
     bytes: int
     records: int
     #: the number of documents: more than records if pages were split (template.split).
@@ -61,17 +61,17 @@ class ShardSummary:
     tokens: int
     images: int
     image_tokens: int
-    #: named by pages and not in their records: left out (template.missing_images).
+    #: images that pages name and their records lack: left out (template.missing_images).
     missing_images: int
     #: tokens of the longest document.
     longest: int
-    #: records that could not be measured, what was done with them, and the first of them: document, shard, key, reason.
+    #: records that could not be measured, what was done with them, and the first ones: document, shard, key, reason.
     invalid: int
     invalid_policy: Invalid
     first_invalid: tuple[Mapping[str, Any], ...]
-    #: files in the shards that belong to no record: without an extension, or ``__meta__``.
+    #: files in the shards outside records: without an extension, or ``__meta__``.
     ignored_files: int
-    #: records that the split of an Energon data set leaves out.
+    #: records left out by the split of an Energon data set.
     excluded: int
     #: the folder of the images that rows of JSON lines name; None: tar shards.
     folder: str | None
@@ -79,7 +79,7 @@ class ShardSummary:
     parts: Mapping[str, int]
     #: fingerprint of the encoder.
     encoder: str
-    #: wall clock of this run.
+    #: wall clock time of this run.
     seconds: float
     #: shards, or pieces of JSON lines, that an earlier run had finished.
     resumed_shards: int
@@ -102,21 +102,21 @@ def prepare_shards(
     """Build ``OUTPUT.shards.idx``.
 
     Args:
-        inputs: patterns of tar shards, or of JSON lines, in order; or one directory that Energon has prepared.
-        output: where the index goes, with or without ``.shards.idx``.
+        inputs: patterns of tar shards, or of JSON lines, in order; or one directory prepared by Energon.
+        output: path of the index, with or without ``.shards.idx``.
         encoder: measures the records; the index keeps its spec.
-        folder: of the images that rows of JSON lines name: a directory or URL; None if the inputs are tar shards.
-        invalid: what becomes of a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
-            (length 0: the stream passes over it).
-        decode: decode every image, so that truncated ones are found here and not in training.
+        folder: of the images that rows of JSON lines name: a directory or URL; None for tar shards.
+        invalid: what happens to a record that cannot be measured: ``error``, ``mask`` (one token, masked), ``drop``
+            (length 0: the stream skips it).
+        decode: decode every image, to find truncated ones now rather than in training.
         workers: processes; the result does not depend on it.
-        overwrite: replace an index that is there.
-        restart: throw away what a killed run left.
+        overwrite: replace an existing index.
+        restart: discard what a killed run left.
         split_config: name of the split file of an Energon data set.
         dataset_config: name of its file with the field map.
 
     Raises:
-        UsageError: wrong options, an output that exists, the rest of another run.
+        UsageError: wrong options, an existing output, leftovers of another run.
         CorpusError: a shard is missing, damaged or empty; a record cannot be measured.
         SetupError: no room, no permission, a store that does not answer, a worker that was killed.
     """
@@ -148,7 +148,7 @@ def prepare_shards(
                 _number_rows(tasks, heads)
                 _check_found(folder, heads, directory)
             _check_some_measured(heads, invalid, directory)
-            # Not the head that the part has: its rows have no numbers yet.
+            # Not the part's own head: its rows have no numbers yet.
             parts = ((head, directory.read(task.part)[1]) for head, task in zip(heads, tasks, strict=True))
             with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
                 header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
@@ -159,7 +159,7 @@ def prepare_shards(
 
 
 def check_free(index: Path, overwrite: bool) -> None:
-    """Raises UsageError: there is an index, and it is not to be replaced."""
+    """Raises UsageError: the index exists, and is not to be replaced."""
     if index.exists() and not overwrite:
         raise UsageError(
             f"{index} exists",
@@ -178,7 +178,7 @@ def summary_of(
     seconds: float,
     resumed_shards: int = 0,
 ) -> ShardSummary:
-    """Summarise an index that was written just now."""
+    """The summary of an index that was just written."""
     parts = header.get("energon", {}).get("parts", {})
     return ShardSummary(
         index=str(index),
@@ -218,7 +218,7 @@ def _energon(inputs: Sequence[str | os.PathLike[str]], split_config: str, datase
 def _tasks(
     inputs: Sequence[str | os.PathLike[str]], dataset: EnergonDataset | None
 ) -> tuple[list[ShardTask], list[str]]:
-    """The shards in the order of the documents, and their names in an Energon data set."""
+    """The shards in document order, and their names in an Energon data set."""
     files = ShardFiles()
     if dataset is None:
         tasks = [_task(files, path, frozenset()) for path in expand_shards(inputs)]
@@ -243,7 +243,7 @@ def _task(files: ShardFiles, path: str, excluded: frozenset[str]) -> ShardTask:
 
 
 def _pieces(inputs: Sequence[str | os.PathLike[str]]) -> list[ShardTask]:
-    """Files of JSON lines in pieces: what one process measures, and a kill loses."""
+    """Files of JSON lines in pieces: the unit that one process measures, and that a kill loses."""
     files = ShardFiles()
     pieces: list[ShardTask] = []
     for path in expand_shards(inputs):
@@ -255,7 +255,7 @@ def _pieces(inputs: Sequence[str | os.PathLike[str]]) -> list[ShardTask]:
 
 
 def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]]) -> None:
-    """Call rows that could not be measured by their line in the whole file; refuse a file without a row."""
+    """Number the unmeasured rows by their line in the whole file; refuse a file without rows."""
     lines = records = 0
     for k, (task, head) in enumerate(zip(tasks, heads, strict=True)):
         lines, records = (0, 0) if not task.start else (lines, records)
@@ -272,7 +272,7 @@ def _number_rows(tasks: Sequence[ShardTask], heads: Sequence[Mapping[str, Any]])
 
 
 def _check_some_measured(heads: Sequence[Mapping[str, Any]], invalid: Invalid, directory: WorkDirectory) -> None:
-    """Refuse an index of which nothing could be trained on; the parts go, as the next run is another one."""
+    """Refuse an index without anything to train on; deletes the parts, as the next run will have another plan."""
     bad, records = (sum(head[what] for head in heads) for what in ("invalid", "records"))
     if bad and bad + sum(head["left_out"] for head in heads) == records:
         first = next(head["first_invalid"][0] for head in heads if head["first_invalid"])
@@ -288,7 +288,7 @@ def _check_some_measured(heads: Sequence[Mapping[str, Any]], invalid: Invalid, d
 
 
 def _check_found(folder: str, heads: Sequence[Mapping[str, Any]], directory: WorkDirectory) -> None:
-    """Refuse a folder without one of the images; the parts go, so that the next run looks for them again."""
+    """Refuse a folder that lacks every image; deletes the parts, so that the next run searches again."""
     found, missing = (sum(head["images_seen"].get(what, 0) for head in heads) for what in ("found", "missing"))
     if missing and not found:
         directory.remove()
@@ -300,7 +300,7 @@ def _check_found(folder: str, heads: Sequence[Mapping[str, Any]], directory: Wor
 def _make_parts(
     directory: WorkDirectory, spec: IndexSpec, tasks: Sequence[ShardTask], workers: int
 ) -> tuple[list[Mapping[str, Any]], int]:
-    """Heads of all parts in order, and how many of them were there already."""
+    """Heads of all parts in order, and how many existed already."""
     heads: dict[str, Mapping[str, Any]] = {}
     with progress("measuring", sum(task.nbytes for task in tasks), "B") as bar:
         missing: dict[str, ShardTask] = {}
@@ -313,7 +313,7 @@ def _make_parts(
                 bar.update(task.nbytes)
         resumed = len(heads)
 
-        # A process takes longer to start than a small shard to measure.
+        # Starting a process takes longer than measuring a small shard.
         work = ((task,) for task in missing.values())
         with closing(run(work, measure_shard, spec, workers=min(workers, len(missing)))) as done:
             for task, head in zip(missing.values(), done, strict=True):
@@ -348,17 +348,16 @@ def _energon_header(
 def join_indexes(
     inputs: Sequence[str | os.PathLike[str]], output: str | Path, *, overwrite: bool = False
 ) -> ShardSummary:
-    """Build ``OUTPUT.shards.idx`` of finished indexes; no record is read.
+    """Build ``OUTPUT.shards.idx`` from finished indexes, without reading records.
 
     Args:
         inputs: paths or patterns of indexes; their order is the order of the documents.
-        output: where the index goes, with or without ``.shards.idx``; it may be one of the inputs.
-        overwrite: replace an index that is there.
+        output: path of the index, with or without ``.shards.idx``; it may be one of the inputs.
+        overwrite: replace an existing index.
 
     Raises:
-        UsageError: encoders or policies that differ, an Energon data set, one shard in two indexes, an output that
-            exists.
-        CorpusError: an index or a shard is missing, damaged, or another one.
+        UsageError: different encoders or policies, an Energon data set, one shard in two indexes, an existing output.
+        CorpusError: an index or a shard is missing, damaged or different.
         SetupError: no room, no permission.
     """
     begin = time.monotonic()
@@ -390,14 +389,14 @@ def _parts_of(index: ShardIndex) -> list[ShardTask]:
     tasks = []
     for shard in index.files:
         path = resolved(shard.path, index.path)
-        # Otherwise the new index would send every run to a place where there is nothing.
+        # Otherwise every run would fail with the new index, which would point to missing files.
         files.check(path, shard.size)
         tasks.append(ShardTask(path=path, size=shard.size, identity=""))
     return tasks
 
 
 def _heads(index: ShardIndex) -> list[dict[str, Any]]:
-    """The head of each shard's part; the counts of the whole index are in that of its first shard."""
+    """The head of each shard's part; the first one has the counts of the whole index."""
     unmeasured = index.column("num_images")
     heads = []
     for k, shard in enumerate(index.files):

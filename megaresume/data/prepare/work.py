@@ -1,14 +1,14 @@
-"""The common ground of preparing text and preparing shards: a directory of finished parts, and worker processes.
+"""Shared by preparing text and preparing shards: a directory of finished parts, and worker processes.
 
-``OUTPUT.prepare/`` has what is finished, so that a rerun after a kill continues there:
+``OUTPUT.prepare/`` has the finished parts, from which a rerun continues after a kill:
 
     plan.json     the input and the settings; another plan is refused
     lock          held while a prepare runs
-    NAME          one finished part: a line of JSON that says what it holds, with a hash, then its arrays
+        NAME          one finished part: a line of JSON that describes it, with a hash, then its arrays
 
-A part appears by rename, when it is complete. If several machines share the work, each has a directory in it with a
-plan, a lock and parts of its own, and shares the lock of the whole; what merges their parts has that lock alone. All
-plans have to agree, so that the directories may also be copied together.
+    A part appears by rename, when it is complete. If several machines share the work, each has its own directory within
+    it, with its own plan, lock and parts, and holds the lock of the whole as shared; merging needs that lock
+    exclusively. All plans have to agree, so that the directories may also be copied together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 FORMAT = "megaresume.prepare"
 VERSION = 2
 PLAN = "plan.json"
-#: settings of a plan that say what to do with bad input.
+#: settings of a plan for handling bad input.
 POLICIES = ("invalid", "bad_lines", "too_long")
 
 
@@ -51,7 +51,7 @@ class WorkDirectory:
     """The directory of one prepare.
 
     Args:
-        output: what it is to make; the directory lies beside it.
+        output: the file to make; the directory is beside it.
     """
 
     def __init__(self, output: Path) -> None:
@@ -59,16 +59,16 @@ class WorkDirectory:
 
     @contextmanager
     def locked(self, plan: Mapping[str, Any], *, restart: bool, machine: str = "") -> Iterator[None]:
-        """Hold the directory: new, or left by a killed run of the same plan.
+        """Lock the directory: a new one, or one left by a killed run of the same plan.
 
         Args:
             plan: input files and settings, plain JSON.
-            restart: throw away what another run left.
-            machine: the directory in it of one of several machines; "": hold all of it.
+            restart: discard what another run left.
+            machine: the subdirectory of one of several machines; "": the whole directory.
 
         Raises:
             SetupError: another prepare is running there.
-            UsageError: what is there belongs to another plan.
+            UsageError: the directory belongs to another plan.
         """
         mine = self.directory / machine
         mine.mkdir(parents=True, exist_ok=True)
@@ -82,20 +82,20 @@ class WorkDirectory:
             yield
 
     def plans(self) -> list[Path]:
-        """The plans that are there: of the whole, and of each of several machines."""
+        """The existing plans: of the whole, and of each of several machines."""
         return sorted([*self.directory.glob(PLAN), *self.directory.glob(f"*/{PLAN}")])
 
     def _check_plan(self, path: Path, plan: dict[str, Any]) -> None:
-        """Agree with all plans that are there, and keep this one.
+        """Compare this plan with all existing ones, and save it.
 
-        It is written before the others are read: of two different ones at once, none gets through unseen.
+        It is written before the others are read: of two different ones at once, at least one sees the other.
         """
         is_new = not path.exists()
         if is_new:
             write_json_atomically(path, plan)
         try:
             for other in self.plans():
-                # One of several machines cannot discard what the others made.
+                # One of several machines must not discard the work of others.
                 is_of_others = other != path and path.parent != self.directory
                 afresh = f"remove {self.directory}" if is_of_others else "add --restart to discard its work"
                 _check_alike(other, plan, afresh)
@@ -103,7 +103,7 @@ class WorkDirectory:
             if is_new:
                 path.unlink()
             raise
-        if not is_new:  # a policy may be milder now
+        if not is_new:  # a policy may be more lenient now
             write_json_atomically(path, plan)
 
     def path(self, name: str) -> Path:
@@ -111,11 +111,11 @@ class WorkDirectory:
         return self.directory / name
 
     def write(self, name: str, head: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Write a part: all of it or nothing.
+        """Write a part, atomically.
 
         Args:
             name: of the part.
-            head: what it holds, plain JSON.
+            head: describes it, plain JSON.
             arrays: its body, by name.
 
         Raises:
@@ -139,7 +139,7 @@ class WorkDirectory:
             raise
 
     def find(self, name: str) -> dict[str, Any] | None:
-        """The head of a part if it is finished; a damaged one is removed."""
+        """The head of a part, if it is finished; a damaged one is removed."""
         path = self.path(name)
         try:
             with open(path, "rb") as file:
@@ -204,7 +204,7 @@ def _arrays(head: Mapping[str, Any]) -> Iterable[Sequence[Any]]:
 
 
 def disk_error(path: Path, error: OSError) -> SetupError:
-    """The error for what cannot be written."""
+    """The error for a file that cannot be written."""
     full = error.errno in (28, 122)  # ENOSPC, EDQUOT
     return SetupError(
         f"{path} cannot be written",
@@ -232,7 +232,7 @@ def _lock(directory: Path, how: int) -> Iterator[None]:
                     expected="one prepare at a time, or different parts (--part)",
                     action="wait for it, or give this one another --output",
                 ) from error
-            # Some network file systems have no locks: then it is up to the user.
+            # Some network file systems have no locks: the user must ensure it.
         yield
 
 
@@ -249,7 +249,7 @@ def _check_alike(path: Path, plan: Mapping[str, Any], afresh: str) -> None:
         old = json.loads(path.read_bytes())
     except ValueError:
         old = None
-    # What was finished under "error" holds nothing of that kind: a milder policy changes nothing in it.
+    # What finished under "error" has no bad input, so that a more lenient policy would not change it.
     if isinstance(old, dict) and old | {key: plan[key] for key in POLICIES if old.get(key) == "error"} == plan:
         return
     raise UsageError(
@@ -275,7 +275,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def check_workers(wanted: int) -> None:
-    """Refuse a number of workers that is none.
+    """Refuse an invalid number of workers.
 
     Raises:
         UsageError: it is below 1.
@@ -287,18 +287,17 @@ def check_workers(wanted: int) -> None:
 def run(
     work: Iterable[tuple[Any, ...]], function: Callable[..., T], shared: Any, *, workers: int
 ) -> Generator[T, None, None]:
-    """``function(shared, *item)`` of every item, in the order of the work: in worker processes, or here if one is asked
-    for.
+    """``function(shared, *item)`` for every item, in order, in worker processes, or in this one if ``workers`` is 1.
 
     Args:
-        work: items; taken a few ahead of what is done, so that they may be large.
-        function: of a module, as it is sent to a new process.
-        shared: what every call needs; sent to each process once.
+        work: items; only a few are taken ahead, so that they may be large.
+        function: defined in a module, so that it can be sent to a new process.
+        shared: needed by every call; sent to each process once.
         workers: processes.
 
     Raises:
         SetupError: a worker died.
-        MegaresumeError: what ``function`` raised, for the first item that failed.
+        MegaresumeError: raised by ``function``; that of the first item that failed.
     """
     if workers <= 1:
         for item in work:
@@ -327,16 +326,16 @@ def run(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-#: The function that a worker process calls, with the arguments that all calls share.
+#: The function that a worker process calls, and the arguments that all calls share.
 _function: Callable[..., Any] | None = None
 
 
 def _start(function: Callable[..., Any], shared: Any) -> None:
     global _function
     _function = functools.partial(function, shared)
-    # One process a core: threads inside the tokenizer would only compete.
+    # One process per core: threads inside the tokenizer would only compete.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
     def die_with_parent() -> None:
@@ -344,7 +343,7 @@ def _start(function: Callable[..., Any], shared: Any) -> None:
             parent.join()
             os._exit(1)
 
-    # A parent that was killed says nothing: without this its workers would wait for work forever.
+    # A killed parent sends no notice: without this, its workers would wait for work forever.
     threading.Thread(target=die_with_parent, daemon=True).start()
 
 
