@@ -6,12 +6,11 @@
     0        preamble, 128 bytes: magic, version, records, position of the header, its hash, a hash of the preamble
     4096     columns, one after the other, each aligned to 64 bytes; in both indexes
              offset int64[n]; nbytes, content uint32[n]
-        ...      header: JSON, up to the end of the file; ``files`` has path, size and number of records of each file,
-            in
-                 the order of the records
+    ...      header: JSON, up to the end of the file; ``files`` has path, size and number of records of each file,
+             in the order of the records
 
-    Opening reads the preamble and the header and maps the columns: it takes as long for 10^9 records as for ten. The
-    header comes after the columns because it has their hashes: an index is written in one pass.
+Opening reads the preamble and the header and maps the columns: it takes as long for 10^9 records as for ten. The header
+comes after the columns because it has their hashes: an index is written in one pass.
 
 Raise ``VERSION`` when a reader of the old version would misread the new one. A reader refuses newer versions.
 """

@@ -24,12 +24,12 @@ seconds for 10^9 documents, and a resume must not wait for it; so the list is sa
 what is looked up is read: with the guide, a page or two for a piece. Little-endian int64:
 
     magic, version, .idx: size, time of change, inode; piece, k, later pieces in all
-        int64[k // STRIDE] the guide: every STRIDE-th entry of the last list
-        int64[k] documents, ascending;  int64[k] later pieces up to and with each
-        xxh3_64 of all that
+    int64[k // STRIDE] the guide: every STRIDE-th entry of the last list
+    int64[k] documents, ascending;  int64[k] later pieces up to and with each
+    xxh3_64 of all that
 
-    It is valid while the .idx is unchanged, and goes to the cache directory if the corpus's cannot be written to. A
-    damaged one is rebuilt: with wrong numbers, pieces would be trained never or twice.
+It is valid while the .idx is unchanged, and goes to the cache directory if the corpus's cannot be written to. A damaged
+one is rebuilt: with wrong numbers, pieces would be trained never or twice.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     shard.tar   a/000.jpg  a/000.txt | a/001.jpg  a/001.json | ... | two blocks of zeros
     walk    ->  Extent("a/000", 0, 13824), Extent("a/001", 13824, 9216), ...     when the index is made
-        record  <-  the bytes of one extent                                         when a sample is read
+    record  <-  the bytes of one extent                                         when a sample is read
 
 A record is consecutive members with the same path up to the first dot of the base name; the extension, in lower case,
 names the kind of a member. `tarfile` stops silently at a damaged header, and at the first end marker of two

@@ -3,12 +3,12 @@
 A part is a finished block in the `WorkDirectory`, with a name from `Stretch.name`. Its arrays:
 
     lengths                   int32[documents]
-        tokens                    in the dtype of the corpus; or, without a .bin, the columns of a `RowIndex`
-        span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
+    tokens                    in the dtype of the corpus; or, without a .bin, the columns of a `RowIndex`
+    span_counts, spans        of conversations: int32[documents], and int32[spans, 2] as in `megaresume.data.spans`
 
-    It has the position of the next block in the input, so that finished blocks need not be read again.
+It has the position of the next block in the input, so that finished blocks need not be read again.
 
-    Merging uses bounded memory. The .idx appears last, when its .bin or .places is complete.
+Merging uses bounded memory. The .idx appears last, when its .bin or .places is complete.
 """
 
 from __future__ import annotations

@@ -5,15 +5,14 @@
 Merging uses bounded memory; the index appears by rename, when it is complete. Its header has
 
     encoder        spec (with the tokenizer's content) and fingerprint
-        files          path (relative to the index if below it), bytes, number of records of each, in order
-        records, tokens, image_tokens, images, missing_images, longest
-        split          documents in excess of one for each record: ``records`` counts documents
+    files          path (relative to the index if below it), bytes, number of records of each, in order
+    records, tokens, image_tokens, images, missing_images, longest
+    split          documents in excess of one for each record: ``records`` counts documents
     invalid        policy, count, and the first records that could not be measured, with the reason
-        fingerprints   range, tokens, hash of the lengths, hash of the contents: for all documents, and for each part of
-        an
-                       Energon data set
-        columns        hash of each
-        folder         for JSON lines: path of the folder of images (like those of shards), bytes of the images in rows
+    fingerprints   range, tokens, hash of the lengths, hash of the contents: of all documents, and of each part of an
+                   Energon data set
+    columns        hash of each
+    folder         for JSON lines: path of the folder of images (like those of shards), bytes of the images in rows
     energon        hash of the metadata, and part -> [first, stop) (Energon data sets only), with fields
 
 and nothing that depends on the machine, the time or the workers: the same shards and encoder give the same bytes.

@@ -8,7 +8,7 @@ only if the shard and the encoder are still the same.
 Indexes that several machines made, each from its own shards, are joined as if one machine had made one from all shards:
 
     a.shards.idx (shards 0 to 499) --+
-        b.shards.idx (500 to 999) -------+-->  pairs.shards.idx, with the same bytes as one prepare of 0 to 999
+    b.shards.idx (500 to 999) -------+-->  pairs.shards.idx, with the same bytes as one prepare of 0 to 999
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 
     plan.json     the input and the settings; another plan is refused
     lock          held while a prepare runs
-        NAME          one finished part: a line of JSON that describes it, with a hash, then its arrays
+    NAME          one finished part: a line of JSON that describes it, with a hash, then its arrays
 
-    A part appears by rename, when it is complete. If several machines share the work, each has its own directory within
-    it, with its own plan, lock and parts, and holds the lock of the whole as shared; merging needs that lock
-    exclusively. All plans have to agree, so that the directories may also be copied together.
+A part appears by rename, when it is complete. If several machines share the work, each has its own directory within it,
+with its own plan, lock and parts, and holds the lock of the whole as shared; merging needs that lock exclusively. All
+plans have to agree, so that the directories may also be copied together.
 """
 
 from __future__ import annotations

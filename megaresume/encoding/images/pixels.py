@@ -1,26 +1,26 @@
-"""An image in 8 bits, resized and cut; the normalised pixels that it becomes; and where the batch will hold them.
+"""Resizes and cuts an image in 8 bits, normalises it to pixels, and writes these directly into the batch.
 
     image --resized--> uint8[H, W, 4] --cut_patches--> levels uint8[k, 3, s] --normalize_levels--> float32[k, ...]
 
-Resized and normalised bit for bit as the two back-ends of Hugging Face transformers do it:
+Resized and normalised bit for bit as the two back-ends of Hugging Face transformers do:
 
     pillow        `...ImageProcessorPil`        resized by Pillow; (v / 255 - mean) / std
     torchvision   `...ImageProcessor`, the      resized by torch, antialiased; (v - 255 mean) / (255 std)
                   default of transformers 5
 
-Both resize in 8 bits, but with weights of other precision, and Pillow some images first in height: values differ by up
-to 7 of 255, most by none. Neither needs the library whose pixels it makes, nor depends on its version.
+Both resize in 8 bits, but with weights of different precision, and Pillow resizes some images in height first: values
+differ by up to 7 of 255, most not at all. Neither needs the library that it reproduces, nor depends on its version.
 
-Levels are a quarter of the pixels, or an eighth where pixels show two equal frames. Between processes they travel in
-their place (`megaresume.batches.loader`), and become the same pixels, bit for bit, in the one that trains.
+Levels take a quarter of the memory of pixels, or an eighth if pixels have two equal frames. Processes exchange them
+instead (`megaresume.batches.loader`), and the training process turns them into the same pixels, bit for bit.
 
-Pixels are written where the batch will hold them, instead of copied there:
+Pixels are written to their place in the batch instead of being copied there:
 
-    batch     [ image 0 | image 1 | image 2 |   .   .   . ]      one array, rows enough for the tokens of the batch
+    batch     [ image 0 | image 1 | image 2 |   .   .   . ]      one array, with enough rows for the tokens of the batch
                           ^ a processor asks `new_rows` for 3 rows, and gets the next ones
 
-Without a room, or where it is full, a processor gets memory of its own, and the batch copies: nothing but time
-depends on it. A packed batch is hundreds of megabytes, and copying it takes a quarter of the time of making it.
+Without a room, or if it is full, a processor gets new memory, and the batch copies: only the time differs. A packed
+batch is hundreds of megabytes, and copying it takes a quarter of the time of making it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Deviation = Annotated[float, Within(1e-6, 10)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Statistics(Options):
-    """Mean and standard deviation of red, green, blue, of values from 0 to 1."""
+    """Mean and standard deviation of red, green and blue, for values from 0 to 1."""
 
     mean: Annotated[tuple[Mean, Mean, Mean], Items()] = (0.5, 0.5, 0.5)
     std: Annotated[tuple[Deviation, Deviation, Deviation], Items()] = (0.5, 0.5, 0.5)
@@ -85,9 +85,9 @@ Backend = Literal["pillow", "torchvision"]
 
 @functools.lru_cache(maxsize=16)
 def normalized(by: Statistics, backend: Backend) -> npt.NDArray[np.float32]:
-    """The normalised value of every channel and 8-bit value, float32[3, 256].
+    """The normalised value for each channel and 8-bit value, float32[3, 256].
 
-    Each operation rounds once, and NumPy contracts none with the next: the same bits on every machine.
+    Each operation rounds once, and NumPy does not fuse operations: the same bits on every machine.
     """
     mean, std = np.array(by.mean, np.float32)[:, None], np.array(by.std, np.float32)[:, None]
     values = np.arange(256, dtype=np.float32)
@@ -109,13 +109,13 @@ def resized(
 
     Args:
         image: of any size.
-        width, height: wanted, pixels.
+        width, height: of the result, in pixels.
         resampling: the filter.
-        backend: whose pixels.
-        square: of the resized image only a square of so many pixels an edge, cut from its centre.
+        backend: the library to reproduce.
+        square: only return a square with edges of this many pixels, cut from the centre of the resized image.
     """
     old_width, old_height = image.size
-    # Four bytes are how Pillow itself has a pixel: three would have to be picked out.
+    # Four bytes, as in Pillow's memory: three would have to be picked out.
     values = np.frombuffer(image.tobytes("raw", "RGBX"), np.uint8).reshape(old_height, old_width, 4)
     narrow = backend == "torchvision"
     columns = None if width == old_width else weights_of(old_width, width, resampling, narrow=narrow)
@@ -125,13 +125,13 @@ def resized(
         values = values if columns else np.ascontiguousarray(values[:, left : left + square])
         values = values if rows else values[top : top + square]
         columns, rows = columns and columns.part(left, square), rows and rows.part(top, square)
-    # As Pillow does since version 13: if the height shrinks by more than twice what the width does.
+    # As Pillow since version 13: if the height shrinks by more than twice what the width does.
     rows_first = backend == "pillow" and old_height - height > max(0, 2 * (old_width - width))
     return resample(values, columns, rows, rows_first=rows_first)
 
 
 def check_backend(backend: Backend, resample: Resampling) -> None:
-    """Refuse what torch cannot do: it would be another filter under the same name.
+    """Refuse a filter that torch lacks: under the same name, it would have to be another one.
 
     Raises:
         ConfigError: ``lanczos`` with ``torchvision``.
@@ -146,7 +146,7 @@ def check_backend(backend: Backend, resample: Resampling) -> None:
 
 
 class Room:
-    """Rows to be filled from the first on.
+    """Rows to be filled in order.
 
     Args:
         rows: float32[n, ...] for pixels or uint8[n, ...] for levels, C-contiguous.
@@ -159,7 +159,7 @@ class Room:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """`new_rows` takes from here, in this thread."""
+        """Make `new_rows` take rows from this room, in this thread."""
         token = _ROOM.set(self)
         try:
             yield
@@ -167,7 +167,7 @@ class Room:
             _ROOM.reset(token)
 
     def take(self, shape: tuple[int, ...]) -> npt.NDArray[Any] | None:
-        """The next rows; None if there are too few, or they are shaped otherwise."""
+        """The next rows; None if there are too few, or they have another shape."""
         end = self._used + shape[0]
         if shape[1:] != self._rows.shape[1:] or end > len(self._rows):
             return None
@@ -176,7 +176,7 @@ class Room:
         return rows
 
     def holds(self, parts: Sequence[npt.NDArray[Any]]) -> bool:
-        """Whether these, one after another, are all that was taken: not where a document was dropped half done."""
+        """Whether these, one after another, are all that was taken; false if a document was dropped half done."""
         place = self._rows.ctypes.data
         for part in parts:
             if part.ctypes.data != place:
@@ -189,7 +189,7 @@ _ROOM: ContextVar[Room | None] = ContextVar("megaresume_room", default=None)
 
 
 def new_rows(shape: tuple[int, ...], dtype: type[np.float32] | type[np.uint8] = np.float32) -> npt.NDArray[Any]:
-    """Pixels, or levels (uint8): C-contiguous, not initialised; of the room that is given, if it takes them, or new."""
+    """Pixels, or levels (uint8): C-contiguous, uninitialised; from the current room if they fit, or new memory."""
     room = _ROOM.get()
     taken = room.take(shape) if room is not None and room.takes_levels == (dtype is np.uint8) else None
     return np.empty(shape, dtype) if taken is None else taken
@@ -203,7 +203,7 @@ class Levels:
     backend: Backend
     #: the shape of one row of the pixels.
     pixel_shape: tuple[int, ...]
-    #: equal frames of one row of the pixels.
+    #: equal frames in one row of the pixels.
     frames: int = 1
 
     @property
@@ -212,7 +212,7 @@ class Levels:
         return 3, math.prod(self.pixel_shape) // (3 * self.frames)
 
     def new(self, count: int) -> npt.NDArray[np.uint8]:
-        """Memory for levels: uint8[count, *shape], to be written."""
+        """Uninitialised memory for levels: uint8[count, *shape]."""
         return new_rows((count, *self.shape), np.uint8)
 
     def fill(self, levels: npt.NDArray[np.uint8], out: Pixels) -> None:
@@ -227,7 +227,7 @@ class Levels:
         normalize_levels(levels, table, out.reshape(len(levels), channels, self.frames, size))
 
     def answer(self, levels: npt.NDArray[np.uint8]) -> Pixels:
-        """The answer of a processor: pixels, in the room that is given; or the levels, if it takes those."""
+        """The result of a processor: pixels, from the current room if possible; or levels, if the caller takes them."""
         room = _ROOM.get()
         if room is not None and room.takes_levels:
             return levels  # type: ignore[return-value]
@@ -241,9 +241,9 @@ def cut_patches(values, top, left, merge, out):  # type: ignore[no-untyped-def]
     """Cut patches from an image.
 
     Args:
-        values: uint8[H, W, 4], of which the fourth is left out.
-        top, left: of the part that is cut, pixels.
-        merge: patches along each axis whose places follow one another: m x m of them, row by row.
+        values: uint8[H, W, 4]; the fourth is ignored.
+        top, left: of the part to cut, in pixels.
+        merge: m x m neighbouring patches are adjacent in the output, row by row.
         out: uint8[rows, columns, 3, P, P], written.
     """
     num_rows, num_columns, _, size, _ = out.shape

@@ -1,23 +1,23 @@
-"""The contract of an image processor; one's own, from a factory; and whether a processor keeps it.
+"""The interface of an image processor; a user's own, from a factory; and a check that a processor follows the rules.
 
     PIL image, RGB, W x H  --processor-->  float32[k, ...] normalised, (frames, rows, columns)
     W, H                   --num_tokens->  tokens that the image takes in the sequence
 
-A processor is a declared, stateless function of (image, generator). `check_processor` tries it when an encoder is
-built, before anything depends on it:
+A processor is a stateless function of (image, generator). `check_processor` tries it when an encoder is built, before
+anything depends on it:
 
     same image, same generator, other global seeds  -->  the same bits, and no global generator moved
     image tokens of (width, height)                 ==   tokens_of(pixels, grid), for sizes of many shapes
     pickle.loads(pickle.dumps(processor))           -->  the same again
 
-What stands in a sequence for one image is its pattern: runs of the image token, and the text between and around them.
+The sequence has a pattern for each image: runs of the image token, with text between and around them.
 
     (576,)                                                                   CLIP, Qwen2-VL: one run
     (4, "[IMG_BREAK]", 4, "[IMG_END]")                                       Pixtral: rows, 4 tokens each
     ("<fake><row_1_col_1>", 64, "\\n\\n<fake><global-img>", 64, "<fake>")      SmolVLM: tiles
 
-A number is that many image tokens; a text is read with special tokens, and is not trained on. Only a processor whose
-images are not one run has a method ``pattern``; for the others `num_tokens` says it.
+A number is that many image tokens; text may have special tokens, and is not trained on. Only a processor whose images
+are not one run has a method ``pattern``; for the others, `num_tokens` is enough.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ Pattern = tuple[int | str, ...]
 
 
 class Processor(Protocol):
-    """Picklable and without state; every random draw comes from the generator given."""
+    """Stateless and picklable; all randomness comes from the generator given."""
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """Shape of one row of the pixels: (3, H, W) of a tile, or (3 * T * P * P,) of a patch."""
+        """Shape of one row of the pixels: (3, H, W) for a tile, or (3 * T * P * P,) for a patch."""
         ...
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The number of tokens of an image of this size. Raises CorpusError for a size that it cannot take."""
+        """The number of tokens of an image of this size. Raises CorpusError for an unsupported size."""
         ...
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """The number of tokens that the vision model makes of this output: the other side of `num_tokens`."""
+        """The number of tokens that the vision model makes of this output; must agree with `num_tokens`."""
         ...
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
@@ -70,18 +70,18 @@ class Processor(Protocol):
 
 @runtime_checkable
 class Patterned(Protocol):
-    """A processor of images that are not one run of image tokens."""
+    """A processor whose images are not one run of image tokens."""
 
     def pattern(self, width: int, height: int) -> Pattern:
-        """The runs of tokens of an image of this size, pixels. Raises CorpusError for a size that it cannot take."""
+        """The runs of tokens of an image of this size in pixels. Raises CorpusError for an unsupported size."""
         ...
 
 
 def pattern_of(processor: Processor, width: int, height: int) -> Pattern:
-    """The pattern of an image of this size: that of the processor, or one run.
+    """The pattern of an image of this size: the processor's, or one run.
 
     Raises:
-        CorpusError: the processor cannot take the size.
+        CorpusError: the processor does not support the size.
         ConfigError: what it returns is not a pattern.
     """
     if not isinstance(processor, Patterned):
@@ -99,7 +99,7 @@ def pattern_of(processor: Processor, width: int, height: int) -> Pattern:
 
 
 def pattern_of_text(text: str, image_token: str) -> Pattern:
-    """The pattern that a text spells: ``image_token`` over and over, and other text."""
+    """The pattern that a text describes: repetitions of ``image_token``, and other text."""
     runs: list[int | str] = []
     for k, between in enumerate(text.split(image_token)):
         if k:
@@ -113,12 +113,12 @@ def pattern_of_text(text: str, image_token: str) -> Pattern:
 
 
 def image_tokens(pattern: Pattern) -> int:
-    """Image tokens of a pattern, without its text."""
+    """The number of image tokens in a pattern, not counting its text."""
     return sum(part for part in pattern if isinstance(part, int))
 
 
 def of_json(value: dict[str, Any]) -> dict[str, Any]:
-    """The value, if JSON can hold it: a validator of options."""
+    """The value, if JSON can represent it: a validator of options."""
     try:
         same = json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
@@ -130,22 +130,22 @@ def of_json(value: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonProcessor(Options):
-    """A processor of the user's own: the object that a factory returns.
+    """A user's processor: the object that a factory returns.
 
         processor: {kind: python, factory: "my_package.images:build", kwargs: {size: 224}}
 
-    ``build(size=224)`` returns an object as `Processor` describes it. What an image cannot be, it says by
-    `CorpusError`: that follows the policy of the source; any other exception ends the run.
+    ``build(size=224)`` returns a `Processor`. It raises a `CorpusError` for an image that it cannot take, which is
+    handled by the policy of the source; any other exception ends the run.
 
     Raises:
-        ConfigError: the factory cannot be imported, or what it returns is not a processor.
+        ConfigError: the factory cannot be imported, or does not return a processor.
     """
 
     kind: ClassVar[str] = "python"
 
     #: the factory, as "package.module:callable".
     factory: str = ""
-    #: arguments of the factory; part of the encoder's fingerprint. Put a version in it when the code changes.
+    #: arguments of the factory; part of the encoder's fingerprint. Add a version to them when the code changes.
     kwargs: Annotated[dict[str, Any], After(of_json)] | None = None
     _inner: Processor = field(init=False, repr=False, compare=False)
 
@@ -173,7 +173,7 @@ class PythonProcessor(Options):
         return image_tokens(self.pattern(width, height))
 
     def pattern(self, width: int, height: int) -> Pattern:
-        """The pattern of the factory's object; one run, if it has only `num_tokens`."""
+        """The pattern from the factory's object; one run, if it only has `num_tokens`."""
         return pattern_of(self._inner, width, height)
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
@@ -205,10 +205,10 @@ _SIZES = ((64, 64), (301, 97), (75, 220), (29, 31), (448, 336))
 
 
 def check_processor(processor: Processor) -> None:
-    """Try it on images of several sizes.
+    """Try a processor on images of several sizes.
 
     Raises:
-        ConfigError: which promise it breaks, and how to mend it.
+        ConfigError: which rule it breaks, and how to fix it.
     """
     copy = _pickled(processor)
     generators = _Globals()
@@ -281,7 +281,7 @@ def _pickled(processor: Processor) -> Processor:
 
 
 class _Globals:
-    """The generators that libraries share behind everybody's back."""
+    """The global generators that libraries use implicitly."""
 
     def __init__(self) -> None:
         self._ways: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[int], Any]]] = {
@@ -318,7 +318,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def _picture(width: int, height: int) -> Image:
-    """Colours that differ everywhere, without a generator."""
+    """An image whose colours differ everywhere, made without a generator."""
     import PIL.Image
 
     x, y = np.arange(width)[None, :], np.arange(height)[:, None]

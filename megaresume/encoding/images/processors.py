@@ -1,13 +1,13 @@
-"""Image processors by kind, and those whose pixels are made here: ``patches``, ``tiles`` and ``native``.
+"""Image processors by kind; this module implements ``patches``, ``tiles`` and ``native``.
 
     patches       one square of fixed size                   CLIP, LLaVA-1.5, SigLIP, Megatron-LM
     tiles         squares, as many as its shape asks for     InternVL, NVLM
     native        patches of about its own size              Qwen2-VL and its successors
-    python        one's own, from a factory                  processor.py
-    transformers  a model's own, of transformers             hugging_face.py: Idefics3, Pixtral, LLaVA-OneVision
+    python        a user's own, from a factory               processor.py
+    transformers  a model's own, from transformers           hugging_face.py: Idefics3, Pixtral, LLaVA-OneVision
 
-Each of the first three resizes an image in 8 bits, cuts it into levels, and answers with what they become; none draws
-anything.
+Each of the first three resizes an image in 8 bits, cuts it into levels, and returns these or their pixels; none uses
+randomness.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-#: The most pixels of an image on its way to a square: 4 bytes each. Pillow itself opens no more.
+#: The most pixels of an image that is being squared: 4 bytes each. Pillow's own limit for opening images.
 MOST_PIXELS = 178_956_970
 #: largest ratio of the longer edge to the shorter one of ``native``, as in the original.
 _MAX_RATIO = 200
@@ -76,12 +76,12 @@ class Patches(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
+    #: the library to reproduce: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
         check_backend(self.backend, self.resample)
-        # Pixels after the last whole patch are shown to the vision model, whose convolution passes over them.
+        # Pixels after the last whole patch are passed to the vision model, whose convolution ignores them.
         if not self._side or self._side % self.merge:
             unit = self.patch_size * self.merge
             raise ConfigError(
@@ -98,14 +98,14 @@ class Patches(Options):
 
     @property
     def levels(self) -> Levels:
-        """The table by which 8-bit values become pixels."""
+        """The map from 8-bit values to pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The number of tokens, the same for images of every size.
+        """The number of tokens, the same for images of any size.
 
         Raises:
-            CorpusError: an image so narrow that the square, before it is cut or made small, would fill the memory.
+            CorpusError: an image so narrow that the square would fill the memory before it is cut or shrunk.
         """
         self._check_room(width, height)
         return (self._side // self.merge) ** 2 + self.class_tokens
@@ -115,7 +115,7 @@ class Patches(Options):
         return grid[0] * grid[1] * grid[2] // self.merge**2 + self.class_tokens * len(pixels)
 
     def most_rows(self, num_tokens: int) -> int:
-        """Squares of as many tokens."""
+        """The number of squares with this many tokens."""
         return num_tokens // self.num_tokens(1, 1)
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
@@ -153,7 +153,7 @@ class Patches(Options):
             import PIL.Image
 
             edge = max(width, height)
-            # As LLaVA fills it: truncated, not rounded.
+            # LLaVA truncates the fill colour instead of rounding it.
             colour = tuple(int(255 * mean) for mean in self.normalize.mean)
             square = PIL.Image.new("RGB", (edge, edge), colour)
             square.paste(image, ((edge - width) // 2, (edge - height) // 2))
@@ -163,19 +163,21 @@ class Patches(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles(Options):
-    """An image becomes as many squares as its shape asks for, and a small picture of the whole.
+    """An image becomes a number of square tiles that depends on its shape, and a small picture of the whole.
 
         W x H --> columns x rows of tiles, closest in shape, min_tiles to max_tiles
               --> resized to (columns * S, rows * S), cut:      1 2 3
                                                                 4 5 6   + thumbnail, if there is more than one tile
               --> [k, 3, S, S]  -->  k * ((S / P / merge)^2 + extra_tokens) tokens
 
-    After InternVL's ``dynamic_preprocess`` (github.com/OpenGVLab/InternVL, internvl_chat/internvl/train/dataset.py), as
-    Hugging Face's ``GotOcr2ImageProcessor`` and Megatron-LM's NVLM (examples/multimodal/image_processing.py) have it.
-    The defaults are InternVL's: 256 tokens a tile, 1 to 12 tiles and a thumbnail.
+    Follows InternVL's ``dynamic_preprocess`` (github.com/OpenGVLab/InternVL, internvl_chat/internvl/train/dataset.py),
+    also used by Hugging Face's ``GotOcr2ImageProcessor`` and Megatron-LM's NVLM
+    (examples/multimodal/image_processing.py). The defaults are InternVL's: 256 tokens a tile, 1 to 12 tiles and a
+    thumbnail.
 
     Raises:
-        ConfigError: ``tile_size`` is not a multiple of ``patch_size * merge``, or more tiles at least than at most.
+        ConfigError: ``tile_size`` is not a multiple of ``patch_size * merge``, or the least number of tiles exceeds the
+            most.
     """
 
     kind: ClassVar[str] = "tiles"
@@ -189,17 +191,17 @@ class Tiles(Options):
     #: the fewest tiles, without the thumbnail.
     min_tiles: Annotated[int, Within(1, 1000)] = 1
     max_tiles: Annotated[int, Within(1, 1000)] = 12
-    #: the whole image once more, as one tile, after the others; not for an image of one tile.
+    #: adds the whole image as one tile after the others, unless there is only one tile.
     thumbnail: Truth = True
-    #: which shape is closest: by ``ratio`` of the edges (InternVL), or with the ``area`` weighted in (Megatron-LM's
-    #: ``--use-area-weighted-aspect-ratio``).
+    #: how the closest shape is chosen: by the ``ratio`` of the edges (InternVL), or also weighted by ``area``
+    #: (Megatron-LM's ``--use-area-weighted-aspect-ratio``).
     closest: Literal["ratio", "area"] = "ratio"
-    #: further tokens that the model makes of each tile (class tokens, tile tags of NVLM).
+    #: further tokens that the model adds to each tile (class tokens, tile tags of NVLM).
     extra_tokens: Annotated[int, Within(0, 64)] = 0
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = IMAGENET
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
+    #: the library to reproduce: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
@@ -227,25 +229,25 @@ class Tiles(Options):
 
     @property
     def levels(self) -> Levels:
-        """The table by which 8-bit values become pixels."""
+        """The map from 8-bit values to pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape)
 
     @property
     def tokens_per_tile(self) -> int:
-        """The number of tokens of each tile, the thumbnail too."""
+        """The number of tokens of each tile, including the thumbnail."""
         return (self.tile_size // (self.patch_size * self.merge)) ** 2 + self.extra_tokens
 
     def num_tokens(self, width: int, height: int) -> int:
-        """Tiles of the closest shape, and the thumbnail."""
+        """The number of tokens of the tiles of the closest shape, and of the thumbnail."""
         columns, rows = self.shape(width, height)
         return (columns * rows + self._thumbnails(columns * rows)) * self.tokens_per_tile
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
-        """The number of tokens of the tiles that there are."""
+        """The number of tokens of these tiles."""
         return len(pixels) * self.tokens_per_tile
 
     def most_rows(self, num_tokens: int) -> int:
-        """Tiles of as many tokens."""
+        """The number of tiles with this many tokens."""
         return num_tokens // self.tokens_per_tile
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
@@ -264,7 +266,7 @@ class Tiles(Options):
         return self.levels.answer(levels), (1, rows, columns)
 
     def shape(self, width: int, height: int) -> tuple[int, int]:
-        """(columns, rows) of tiles of an image of this size."""
+        """(columns, rows) of the tiles of an image of this size."""
         return self._by_ratio(width, height) if self.closest == "ratio" else self._by_area(width, height)
 
     def _by_ratio(self, width: int, height: int) -> tuple[int, int]:
@@ -272,7 +274,7 @@ class Tiles(Options):
         best, least = (1, 1), float("inf")
         for columns, rows in _shapes(self.min_tiles, self.max_tiles):
             difference = abs(ratio - columns / rows)
-            # Of shapes equally close the one with more tiles, as long as they are not mostly enlargement.
+            # Among equally close shapes, the one with more tiles, unless they would be mostly enlargement.
             larger = difference == least and area > 0.5 * self.tile_size * self.tile_size * columns * rows
             if difference < least or larger:
                 best, least = (columns, rows), difference
@@ -295,22 +297,22 @@ class Tiles(Options):
 
 @functools.lru_cache(maxsize=16)
 def _shapes(least: int, most: int) -> tuple[tuple[int, int], ...]:
-    """(columns, rows) of least to most tiles: fewer tiles first, then fewer columns."""
+    """(columns, rows) with least to most tiles: fewer tiles first, then fewer columns."""
     shapes = [(x, y) for x in range(1, most + 1) for y in range(1, most // x + 1) if least <= x * y]
     return tuple(sorted(shapes, key=lambda shape: shape[0] * shape[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Native(Options):
-    """An image keeps about its size; the number of patches follows.
+    """An image keeps approximately its size, which determines the number of patches.
 
         W x H --smart_resize--> edges that are multiples of P * merge, min_pixels to max_pixels
               --> patches, merge x merge neighbours together:    1 2 | 5 6
                                                                  3 4 | 7 8
               --> [rows * columns, 3 * T * P * P], grid (1, rows, columns)  -->  rows * columns / merge^2 tokens
 
-    After ``Qwen2VLImageProcessor`` of Hugging Face transformers; a still image fills all T frames of its patches. The
-    defaults are those published with Qwen2-VL: 4 to 16384 tokens an image.
+    Follows ``Qwen2VLImageProcessor`` of Hugging Face transformers; a still image fills all T frames of its patches. The
+    defaults are those published with Qwen2-VL: 4 to 16384 tokens per image.
 
     Raises:
         ConfigError: ``min_pixels`` is larger than ``max_pixels``, or ``max_pixels`` less than one token.
@@ -330,7 +332,7 @@ class Native(Options):
     #: bicubic, bilinear or lanczos.
     resample: Resampling = "bicubic"
     normalize: Normalize = CLIP
-    #: whose pixels: pillow or torchvision (`megaresume.encoding.images.pixels`).
+    #: the library to reproduce: pillow or torchvision (`megaresume.encoding.images.pixels`).
     backend: Backend = "pillow"
 
     def __post_init__(self) -> None:
@@ -346,17 +348,16 @@ class Native(Options):
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
-        """(3 * temporal_patch_size * patch_size^2,)."""
+        """The shape of a patch's pixels: (3 * temporal_patch_size * patch_size^2,)."""
         return (3 * self.temporal_patch_size * self.patch_size**2,)
 
     @property
     def levels(self) -> Levels:
-        """The table by which 8-bit values become pixels."""
+        """The map from 8-bit values to pixels."""
         return Levels(self.normalize, self.backend, self.pixel_shape, self.temporal_patch_size)
 
     def num_tokens(self, width: int, height: int) -> int:
-        """The number of tokens of the resized image. Raises CorpusError for an image more than 200 times as long as
-        wide."""
+        """The number of tokens of the resized image. Raises CorpusError if one edge is over 200 times the other."""
         width, height = self.target(width, height)
         return (width // (self.patch_size * self.merge)) * (height // (self.patch_size * self.merge))
 
@@ -365,7 +366,7 @@ class Native(Options):
         return grid[0] * grid[1] * grid[2] // self.merge**2
 
     def most_rows(self, num_tokens: int) -> int:
-        """Patches of as many tokens."""
+        """The number of patches with this many tokens."""
         return num_tokens * self.merge**2
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
@@ -378,10 +379,10 @@ class Native(Options):
         return self.levels.answer(levels), (1, rows, columns)
 
     def target(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) that an image of this size is resized to: ``smart_resize`` of the original.
+        """(width, height) after resizing: ``smart_resize`` of the original.
 
         Raises:
-            CorpusError: an image more than 200 times as long as wide.
+            CorpusError: one edge is over 200 times the other.
         """
         if max(width, height) / min(width, height) > _MAX_RATIO:
             raise CorpusError(

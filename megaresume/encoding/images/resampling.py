@@ -1,12 +1,12 @@
-"""Resizing in 8 bits as Pillow and torch do it, compiled: three to five times as fast as Pillow.
+"""Compiled resizing in 8 bits with the results of Pillow and torch: three to five times as fast as Pillow.
 
-    weights    of each row or column of the result: where its taps begin, how many, and integers for them
-    columns    uint8[h, w, 4] -> uint8[h, W, 4]    16 rows at a time, turned so that they lie beside each other
+    weights    for each row or column of the result: its first tap, the number of taps, and their integer weights
+    columns    uint8[h, w, 4] -> uint8[h, W, 4]    16 rows at a time, transposed so that they are adjacent
     rows       uint8[h, W, 4] -> uint8[H, W, 4]
 
-Both libraries compute the same weights in double precision, after Pillow's ``Resample.c``, round them to integers,
-and round to 8 bits after columns and again after rows. Pillow's integers have 22 bits after the point, torch's as
-many as fit into 16 bits. Everything after the weights is arithmetic of integers, the same on every machine.
+Both libraries compute the same weights in double precision, after Pillow's ``Resample.c``, round them to integers, and
+round to 8 bits after columns and again after rows. Pillow's integers have 22 fractional bits, torch's as many as fit
+into 16 bits. Everything after the weights is integer arithmetic, the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ Resampling = Literal["bicubic", "bilinear", "lanczos"]
 #: half the width of each filter, in pixels of the smaller image.
 _REACH = {"bilinear": 1.0, "bicubic": 2.0, "lanczos": 3.0}
 _NUMBERS = {"bilinear": 0, "bicubic": 1, "lanczos": 2}
-#: bits after the point of Pillow's weights, and the most that torch takes.
+#: fractional bits of Pillow's weights, and the most that torch uses.
 _MOST_BITS = 22
 #: rows that `_columns` resizes together: 64 bytes of one column.
 _TOGETHER = 16
-#: bytes of a row that `_rows` resizes together, so that their sums stay in the nearest cache.
+#: bytes of a row that `_rows` resizes together, so that their sums stay in the L1 cache.
 _SPAN = 1024
 
 
 class Weights(NamedTuple):
-    """The weights of which each of n rows (or columns) is made."""
+    """The weights that n rows (or columns) are made from."""
 
-    #: int64[n]: the first row that it is made of.
+    #: int64[n]: the first input row that each is made from.
     first: npt.NDArray[np.int64]
-    #: int64[n]: how many rows it is made of.
+    #: int64[n]: the number of input rows.
     taps: npt.NDArray[np.int64]
     #: int32[n, most taps]: their weights; they sum to about 2^bits.
     weights: npt.NDArray[np.int32]
     bits: int
 
     def part(self, begin: int, count: int) -> Weights:
-        """Only some of the rows."""
+        """The weights of only some of the rows."""
         cut = slice(begin, begin + count)
         return Weights(self.first[cut], self.taps[cut], self.weights[cut], self.bits)
 
@@ -58,7 +58,7 @@ def weights_of(size: int, new_size: int, resample: Resampling, *, narrow: bool) 
     Args:
         size, new_size: pixels.
         resample: the filter.
-        narrow: in 16 bits, as torch has them; otherwise as Pillow.
+        narrow: in 16 bits, as torch's; otherwise as Pillow's.
     """
     scale = size / new_size
     most = math.ceil(_REACH[resample] * max(scale, 1.0)) * 2 + 1
@@ -80,8 +80,8 @@ def resample(
 
     Args:
         values: uint8[h, w, 4], C-contiguous.
-        columns, rows: of the result; None: as they are.
-        rows_first: which of the two comes first: it is rounded to 8 bits between them.
+        columns, rows: of the result; None: unchanged.
+        rows_first: which of the two comes first: values are rounded to 8 bits in between.
 
     Returns:
         uint8[H, W, 4], C-contiguous.
@@ -105,11 +105,11 @@ def _with_rows(values: npt.NDArray[np.uint8], rows: Weights) -> npt.NDArray[np.u
 
 @compiled
 def _weigh(size, scale, reach, number, first, taps, exact):  # type: ignore[no-untyped-def]
-    """Weights in double precision; each operation in the order in which Pillow has it.
+    """Weights in double precision; each operation in Pillow's order.
 
     Args:
-        size: rows that there are.
-        scale: rows that each new row stands for.
+        size: number of input rows.
+        scale: input rows per output row.
         reach, number: of the filter.
         first, taps: int64[n], written.
         exact: float64[n, most taps], zeros, written.
@@ -144,7 +144,7 @@ def _weigh(size, scale, reach, number, first, taps, exact):  # type: ignore[no-u
 
 @compiled
 def _columns(values, first, taps, weights, bits, out):  # type: ignore[no-untyped-def]
-    """Resize each row; in groups of rows, so that one weight meets 64 bytes that lie beside each other.
+    """Resize each row; in groups of rows, so that one weight applies to 64 adjacent bytes.
 
     Args:
         values: uint32[h, w]: four bytes a pixel.
@@ -167,7 +167,7 @@ def _columns(values, first, taps, weights, bits, out):  # type: ignore[no-untype
                     turned[left + x, y] = row[x]
         for column in range(first.size):
             begin, num, weight = first[column] * 64, taps[column], weights[column]
-            if num == 4:  # nearly all columns, if the width changes little: no sum leaves its register
+            if num == 4:  # nearly all columns, if the width changes little: sums stay in registers
                 part = flat[begin : begin + 256]
                 w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
                 for j in range(64):

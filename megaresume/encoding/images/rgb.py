@@ -1,15 +1,14 @@
-"""An RGB image: from the bytes of a shard, its size from the header alone, and with declared random changes.
+"""Reads an RGB image from the bytes of a shard, or its size from the header, and applies random augmentation.
 
-    bytes -- header --> format, pixels, EXIF orientation --> size                      measure: nothing is decoded
+    bytes -- header --> format, pixels, EXIF orientation --> size                      measure: decodes nothing
                         `-- decode -- turn -- RGB on background --> PIL image          encode
 
-Both ways go through `_open`, so that the size announced and the size decoded follow the same rules.
+Both paths go through `_open`, so that the measured and the decoded size follow the same rules.
 
     augment: [{flip: 0.5}, {crop: {scale: [0.8, 1.0]}}, {color_jitter: {brightness: 0.2, contrast: 0.2}}]
 
-The changes keep the size of the image, and each draws from the generator that it is given. They run in the order in
-which they stand there, on the image as it was decoded, before the processor: lengths do not depend on them, so they are
-no part of the encoder's fingerprint.
+The steps keep the size of the image, and each uses the generator that it is given. They run in the listed order on the
+decoded image, before the processor: lengths do not depend on them, so they are not part of the encoder's fingerprint.
 """
 
 from __future__ import annotations
@@ -47,23 +46,22 @@ Shade = Annotated[int, Within(0, 255)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageOptions(Options):
-    """The formats that are read as images, and how they become RGB."""
+    """Which formats are read as images, and how they become RGB."""
 
-    #: the formats that may be read, as Pillow calls them; a file of another format is refused.
+    #: the formats that are accepted, by Pillow's names; files of other formats are refused.
     formats: Texts = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-    #: largest width * height; above it the file is taken for a decompression bomb. Pillow itself opens no more than
-    #: 178,956,970.
+    #: limit on width * height; a larger file is treated as a decompression bomb. Pillow's own limit is 178,956,970.
     max_pixels: Annotated[int, Within(1, 178_956_970)] = 89_478_485
-    #: ``exif``: turned as the header says; ``ignore``: as stored.
+    #: ``exif``: turned upright as the header says; ``ignore``: as stored.
     orientation: Literal["exif", "ignore"] = "exif"
-    #: red, green, blue under transparent pixels, 0 to 255.
+    #: red, green, blue behind transparent pixels, 0 to 255.
     background: Annotated[tuple[Shade, Shade, Shade], Items()] = (255, 255, 255)
     #: an animated GIF, PNG or WebP: its first frame, or an error.
     animated: Literal["first", "error"] = "first"
 
 
 def size_of(content: bytes, options: ImageOptions, name: str) -> tuple[int, int]:
-    """(width, height) in pixels of what `decode` will return, from the header alone.
+    """(width, height) in pixels of the result of `decode`, from the header alone.
 
     Args:
         content: the file.
@@ -71,7 +69,7 @@ def size_of(content: bytes, options: ImageOptions, name: str) -> tuple[int, int]
         name: record and member, for errors.
 
     Raises:
-        CorpusError: empty, not an image of the formats, damaged in the header, too large.
+        CorpusError: empty, not an image of an accepted format, a damaged header, too large.
     """
     image, orientation = _open(content, options, name)
     width, height = image.size
@@ -82,7 +80,7 @@ def decode(content: bytes, options: ImageOptions, name: str) -> Image:
     """The image, upright, in mode RGB.
 
     Raises:
-        CorpusError: as `size_of`, and truncated or damaged.
+        CorpusError: as `size_of`; truncated or damaged.
     """
     image, orientation = _open(content, options, name)
     try:
@@ -100,13 +98,13 @@ def decode(content: bytes, options: ImageOptions, name: str) -> Image:
 
 
 def _open(content: bytes, options: ImageOptions, name: str) -> tuple[Image, int]:
-    """The image, not decoded, and its EXIF orientation: 1 to 8."""
+    """The image, not yet decoded, and its EXIF orientation: 1 to 8."""
     require("PIL.Image", "it reads the images", "pip install 'megaresume[vlm]'")
     import PIL.Image
     import PIL.ImageFile
 
     if PIL.ImageFile.LOAD_TRUNCATED_IMAGES:
-        # What comes out of a cut file would depend on which process has set it.
+        # Otherwise the result for a truncated file would depend on which process has set it.
         raise ConfigError(
             "Pillow is told to fill truncated images with grey",
             found="PIL.ImageFile.LOAD_TRUNCATED_IMAGES = True, set by a library or the training script",
@@ -158,10 +156,10 @@ def _open(content: bytes, options: ImageOptions, name: str) -> tuple[Image, int]
 
 
 def _orientation(image: Image) -> int:
-    # Pillow turns a TIFF itself when it loads it, and gives the size that it will have then.
+    # Pillow turns a TIFF itself when it loads it, and reports the size after that.
     if image.format == "TIFF":
         return 1
-    # For a PNG without eXIf before the pixels Pillow would decode the pixels to read what follows them.
+    # For a PNG without eXIf before the pixels, Pillow would decode the pixels to read what follows.
     if image.format == "PNG" and "exif" not in image.info:
         return 1
     value = image.getexif().get(_ORIENTATION, 1)
@@ -174,7 +172,7 @@ def _rgb(image: Image, background: tuple[int, int, int]) -> Image:
     import PIL.Image
 
     if image.mode.startswith("I;16"):
-        # The high byte, as Pillow takes it of 16-bit colours; convert("L") would clip at 255.
+        # The high byte, as Pillow uses for 16-bit colours; convert("L") would clip at 255.
         grey = (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         return PIL.Image.fromarray(grey).convert("RGB")
     if image.mode in ("I", "F"):
@@ -187,7 +185,7 @@ def _rgb(image: Image, background: tuple[int, int, int]) -> Image:
 
 
 def _damaged(name: str, found: str, error: Exception) -> CorpusError:
-    # What Pillow says may name addresses in memory, and changes with its version: not in what the state keeps.
+    # Pillow's message may contain memory addresses and changes with its version: keep it out of the state.
     return CorpusError(
         f"{name} is truncated or damaged",
         found=found,
@@ -208,10 +206,10 @@ def _bomb(name: str, found: str, options: ImageOptions) -> CorpusError:
 
 
 class Step(Protocol):
-    """Picklable; the image that it returns has the size of the one that it was given."""
+    """Picklable; returns an image of the same size."""
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """A changed image, or the same."""
+        """The changed image, or the same one."""
         ...
 
 
@@ -222,15 +220,15 @@ Radius = Annotated[float, Within(0.0, 100.0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flip(Options):
-    """Exchanges left and right."""
+    """Mirrors the image horizontally."""
 
     kind: ClassVar[str] = "flip"
     main: ClassVar[str] = "p"
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 0.5
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Flip the image, or not: one draw."""
+        """Mirror the image, or not: one draw."""
         from PIL.Image import Transpose
 
         return image.transpose(Transpose.FLIP_LEFT_RIGHT) if generator.random() < self.p else image
@@ -238,20 +236,20 @@ class Flip(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Crop(Options):
-    """A part of the image, of the same shape, enlarged to its size."""
+    """Crops the image, keeping its shape, and enlarges it to its old size."""
 
     kind: ClassVar[str] = "crop"
     main: ClassVar[str] = "scale"
-    #: least and largest share of the area that is kept.
+    #: least and largest share of the area to keep.
     scale: Annotated[tuple[Area, Area], Items()] = (0.8, 1.0)
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 1.0
 
     def __post_init__(self) -> None:
         _ascending(self.scale, "crop.scale")
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Four draws."""
+        """Crop the image, or not: four draws."""
         from PIL.Image import Resampling
 
         low, high = self.scale
@@ -266,18 +264,18 @@ class Crop(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ColorJitter(Options):
-    """Brightness, contrast, saturation, each by a factor from 1 - x to 1 + x."""
+    """Changes brightness, contrast and saturation, each by a factor from 1 - x to 1 + x."""
 
     kind: ClassVar[str] = "color_jitter"
     main: ClassVar[str | None] = None
     brightness: Probability = 0.0
     contrast: Probability = 0.0
     saturation: Probability = 0.0
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Four draws; brightness, then contrast, then saturation."""
+        """Change brightness, then contrast, then saturation, or nothing: four draws."""
         from PIL import ImageEnhance
 
         applied, *draws = generator.random(4)
@@ -296,15 +294,15 @@ class ColorJitter(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grayscale(Options):
-    """Removes the colour."""
+    """Removes colour."""
 
     kind: ClassVar[str] = "grayscale"
     main: ClassVar[str] = "p"
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 0.1
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Remove the colour, or not: one draw."""
+        """Remove colour, or not: one draw."""
         return image.convert("L").convert("RGB") if generator.random() < self.p else image
 
 
@@ -316,7 +314,7 @@ class GaussianBlur(Options):
     main: ClassVar[str] = "radius"
     #: least and largest radius, pixels.
     radius: Annotated[tuple[Radius, Radius], Items()] = (0.1, 2.0)
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 0.5
 
     def __post_init__(self) -> None:
@@ -334,17 +332,17 @@ class GaussianBlur(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GaussianNoise(Options):
-    """Noise on every value."""
+    """Adds noise to every value."""
 
     kind: ClassVar[str] = "gaussian_noise"
     main: ClassVar[str] = "std"
-    #: largest standard deviation, of values from 0 to 255; the one used is drawn from 0 up to it.
+    #: largest standard deviation, for values from 0 to 255; the actual one is drawn from 0 up to it.
     std: Annotated[float, Within(0.0, 255.0)] = 8.0
-    #: the probability of the step.
+    #: the probability that the step is applied.
     p: Probability = 1.0
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
-        """Two draws, and one for each value when it is applied."""
+        """Add noise, or not: two draws, and one for each value when it is applied."""
         import PIL.Image
 
         applied, draw = generator.random(2)
@@ -356,14 +354,14 @@ class GaussianNoise(Options):
         return PIL.Image.fromarray(np.clip(np.rint(noise, out=noise), 0, 255, out=noise).astype(np.uint8))
 
 
-#: name in the YAML to the class.
+#: name in the YAML -> class.
 STEPS: dict[str, type[Any]] = {
     step.kind: step for step in (Flip, Crop, ColorJitter, Grayscale, GaussianBlur, GaussianNoise)
 }
 
 
 def _step(item: Any) -> Any:
-    """One item of the list of steps as (class, its options)."""
+    """One item of the list of steps, as (class, its options)."""
     given = {item: {}} if isinstance(item, str) else item
     if not isinstance(given, Mapping):
         raise refused(expected="keys and values: the name of a step, and its options")
@@ -401,7 +399,7 @@ def augmentation_from_options(options: object, where: str = "augment") -> tuple[
 
 
 def augmentation_options(steps: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Normalised: every default written out."""
+    """The steps as options, with every default written out."""
     return [{step.kind: plain(step)} for step in steps]
 
 

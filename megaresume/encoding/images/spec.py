@@ -1,16 +1,16 @@
-"""The definition of an encoder, as plain JSON: the index keeps it, and any machine builds the same encoder from it.
+"""The definition of an encoder as plain JSON: the index stores it, and any machine builds the same encoder from it.
 
     options in YAML (a tokenizer by path)  --spec_from_options-->  spec (the tokenizer's content)  -->  encoder
 
-The processor of a model is written as options of our own: the values of its preprocessor_config.json, not those of
-transformers' class.
+A model's processor is written as options of our own, with the values that its preprocessor_config.json has, not with
+the defaults of transformers' class.
 
     {model: ./Qwen3-VL-8B}   preprocessor_config.json, config.json -+
     {preset: qwen3-vl}       PUBLISHED -----------------------------+-->  {kind: native, patch_size: 16, ...}
     {kind: transformers, model: ...}   hugging_face.py
 
-The result is plain options: index, fingerprint and state hold the values, and neither a path nor a name. A key that
-transformers would heed and we do not know is refused.
+Index, fingerprint and state contain only the resulting values, neither a path nor a name. A key that transformers uses
+and we do not know is refused.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from megaresume.stream.errors import ConfigError
 from megaresume.stream.schema import Options, Truth, plain, plain_kind, read
 
 FORMAT = "megaresume.image-text-encoder"
-#: raised when an older program would misread the spec.
+#: raise it if an older program would misread the spec.
 VERSION = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderOptions(Options):
-    """The encoder as it is written; template, processor and images have readers of their own."""
+    """The encoder as the user writes it; template, processor and images have their own readers."""
 
     tokenizer: str | None = None
     image_token: str | None = None
@@ -51,7 +51,7 @@ class EncoderOptions(Options):
 
 
 def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, Any]:
-    """The normalised spec of the options of an encoder.
+    """The normalised spec for an encoder's options.
 
     ============ ==========================================================================================
     tokenizer    path of a tokenizer.json (relative to base_dir), or null: bytes
@@ -61,7 +61,7 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
     eod          true: every document ends with the end-of-document token
     eod_token    by default the first that the tokenizer has of `megaresume.encoding.text.tokenizers.EOD_TOKENS`
     template     see `megaresume.encoding.images.templates`; caption by default
-    processor    see `megaresume.encoding.images.processors`; ``model`` and ``preset`` become the values they stand for
+    processor    see `megaresume.encoding.images.processors`; ``model`` and ``preset`` are replaced by their values
     images       see `megaresume.encoding.images.rgb.ImageOptions`
     ============ ==========================================================================================
 
@@ -92,10 +92,10 @@ def spec_from_options(options: object, base_dir: str | Path = ".") -> dict[str, 
 
 
 def check_spec(spec: Mapping[str, Any]) -> None:
-    """Refuse what this version cannot read.
+    """Refuse a spec that this version cannot read.
 
     Raises:
-        ConfigError: no spec of an encoder, or a newer one.
+        ConfigError: not an encoder's spec, or a newer one.
     """
     found = f"format {spec.get('format')!r}, version {spec.get('version')!r}"
     if spec.get("format") != FORMAT or spec.get("version") != VERSION:
@@ -108,9 +108,9 @@ def check_spec(spec: Mapping[str, Any]) -> None:
         )
 
 
-#: PIL's numbers of the filters.
+#: PIL's numbers for the filters.
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}
-#: keys that change no pixel of an RGB image.
+#: keys that do not change any pixel of an RGB image.
 _WITHOUT_EFFECT = {
     *("image_processor_type", "feature_extractor_type", "processor_class", "video_processor_type", "auto_map"),
     *("data_format", "input_data_format", "return_tensors", "device", "disable_grouping", "do_convert_rgb"),
@@ -124,14 +124,14 @@ _OF_IMAGENET = {"image_mean": list(IMAGENET.mean), "image_std": list(IMAGENET.st
 
 
 def resolved(options: object, base_dir: str | Path = ".") -> object:
-    """Options with ``model`` or ``preset`` replaced by the values it stands for; others as they are.
+    """Options with ``model`` or ``preset`` replaced by their values; other options unchanged.
 
     Args:
-        options: ``{preset: qwen3-vl, max_pixels: 401408}``: what is said beside it takes precedence.
-        base_dir: of the path of ``model``.
+        options: ``{preset: qwen3-vl, max_pixels: 401408}``; further keys take precedence over the preset.
+        base_dir: the base of the path of ``model``.
 
     Raises:
-        ConfigError: an unknown preset, a file that is missing or damaged, a processor that is not one of ours.
+        ConfigError: an unknown preset, a file that is missing or damaged, a processor without an equivalent here.
     """
     if not isinstance(options, Mapping) or not {"model", "preset"} & set(options):
         return options
@@ -172,7 +172,7 @@ def _of_preset(name: object) -> dict[str, Any]:
 def _of_directory(directory: Path) -> dict[str, Any]:
     nested = json_object(directory / "processor_config.json").get("image_processor")
     file = directory / ("processor_config.json" if nested else "preprocessor_config.json")
-    # In this order, as transformers reads them.
+    # The order in which transformers reads them.
     config = nested or json_object(file)
     if not isinstance(config, dict) or not config:
         raise ConfigError(
@@ -185,15 +185,15 @@ def _of_directory(directory: Path) -> dict[str, Any]:
 
 
 def options_of(config: Mapping[str, Any], model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Options of the processor that makes the pixels which transformers makes by these files.
+    """Options of our processor that makes the same pixels as transformers with these files.
 
     Args:
         config: content of preprocessor_config.json.
         model: content of config.json, for the sizes of patches; may be empty.
-        where: for errors.
+        where: the file, for errors.
 
     Raises:
-        ConfigError: a class, a key or a value that no processor of ours follows.
+        ConfigError: a class, a key or a value that none of our processors supports.
     """
     written = config.get("image_processor_type", config.get("feature_extractor_type", "none"))
     name = str(written).removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
@@ -272,7 +272,7 @@ def _stretch(values: dict[str, Any], model: Mapping[str, Any], where: str) -> di
 
 
 def _tiles(values: dict[str, Any], model: Mapping[str, Any], where: str) -> dict[str, Any]:
-    # InternVL's processor asks for tiles, whatever the file of the image processor says.
+    # InternVL's processor requests tiles, whatever the image processor's file says.
     if not values["crop_to_patches"] and values.get("processor_class") != "InternVLProcessor":
         raise _bad(where, "crop_to_patches", "false", "true: tiles, as InternVL takes them")
     ratio = model.get("downsample_ratio", 0.5)
@@ -325,7 +325,7 @@ def _bad(where: str, key: str, found: str, expected: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Class:
-    """One of transformers' image processors: its defaults, and the processor here that does the same."""
+    """One of transformers' image processors: its defaults, and our equivalent."""
 
     defaults: Mapping[str, Any]
     options: Callable[[dict[str, Any], Mapping[str, Any], str], dict[str, Any]]
@@ -365,8 +365,7 @@ _QWEN3 = {**_QWEN_FILE, **_OF_SIGLIP, "patch_size": 16, "size": {"shortest_edge"
 _SIGLIP = {**_OF_SIGLIP, "image_processor_type": "SiglipImageProcessor", "size": {"height": 384, "width": 384}}
 _PATCHES_OF_14: dict[str, Any] = {"vision_config": {"patch_size": 14}}
 
-#: the files of well-known models as they were published: preprocessor_config.json, and of config.json what tokens
-#: depend on.
+#: the published files of well-known models: preprocessor_config.json, and the part of config.json that affects tokens.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2-vl": (_QWEN2, {}),
     "qwen2.5-vl": (_QWEN2, {}),
@@ -382,7 +381,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**_PATCHES_OF_14, "vision_feature_select_strategy": "default"},
     ),
     "siglip-so400m-384": ({**_SIGLIP, "resample": 3}, _PATCHES_OF_14),
-    # bilinear, as transformers' script that converted these models has it; those of SigLIP are bicubic.
+    # bilinear, as in transformers' conversion script of these models; those of SigLIP are bicubic.
     "siglip2-so400m-384": ({**_SIGLIP, "resample": 2}, _PATCHES_OF_14),
     "internvl": (
         {

@@ -1,4 +1,4 @@
-"""Templates by kind: how the members of a record become one document.
+"""Templates by kind: how the members of a record form one document.
 
 caption      an image, a text                            trained on: the text
 interleaved  images, lists of texts and images in JSON   every text
@@ -36,7 +36,7 @@ from megaresume.encoding.text.conversations import CHATML, ROLES, Style
 from megaresume.stream.errors import CorpusError
 from megaresume.stream.schema import Options, Texts, Truth, Within, read_kind
 
-#: keys beside the turns, and types of their parts, that are neither text nor image.
+#: keys next to the turns, and types of their parts, that are neither text nor image.
 _MEDIA_KEYS = ("video", "videos", "audio", "audios")
 _IMAGE_PARTS = ("image", "image_url")
 _MEDIA_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
@@ -44,7 +44,7 @@ _MEDIA_PARTS = ("video", "video_url", "audio", "audio_url", "input_audio")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chat(Options):
-    """A conversation about images, in the JSON member; only the answers are trained on.
+    """A conversation about images, in the JSON member; only the assistant's answers are trained on.
 
         {"conversations": [{"from": "human", "value": "<image>\\nWhat is it?"}, {"from": "gpt", "value": "A cat."}]}
         {"messages": [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}, ...]}
@@ -52,11 +52,11 @@ class Chat(Options):
         <|im_start|>user\\n <image> \\nWhat is it? <|im_end|> \\n <|im_start|>assistant\\n A cat. <|im_end|> \\n
                                                                                      xxxxxx xxxxxxxxxx   trained on
 
-    A mark without a name takes the next image: of the list ``images`` in the JSON when there is one, otherwise of the
-    members of the record in the order of their names ("2.jpg" before "10.jpg"). Every image must be used.
+    A mark without a name takes the next image: from the list ``images`` in the JSON if there is one, otherwise from the
+    members of the record in order of their names ("2.jpg" before "10.jpg"). Every image must be used.
 
-    What stands around a turn: `megaresume.encoding.text.conversations.STYLES`. Each text is tokenized by itself, as
-    images stand between them, and special tokens that people wrote are plain text.
+    For the text around a turn, see `megaresume.encoding.text.conversations.STYLES`. Each text is tokenized by itself,
+    as there are images in between, and special tokens in the user's texts are treated as plain text.
     """
 
     kind: ClassVar[str] = "chat"
@@ -64,21 +64,21 @@ class Chat(Options):
     damaged_images: ClassVar[bool] = False
     missing_images: ClassVar[bool] = False
 
-    #: member of the conversation: the first of these that is there.
+    #: member with the conversation: the first of these that exists.
     json: Texts = ("json",)
-    #: key of the list of turns: the first of these that is there.
+    #: key of the list of turns: the first of these that exists.
     turns: Texts = ("conversations", "messages")
-    #: the texts around the turns: a name in `conversations.STYLES`, or a mapping of roles.
+    #: the texts around the turns: a name in `conversations.STYLES`, or a mapping by role.
     style: Style = CHATML
     #: system text of conversations that have none.
     system: str | None = None
-    #: marks an image in a turn that is one text.
+    #: marks an image in a turn that is one string.
     mark: str = "<image>"
-    #: images, video and audio of the record that no turn shows are left out; otherwise they are errors.
+    #: ignore images, video and audio of the record that no turn shows; otherwise they are errors.
     unused_images: Truth = False
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
-        """The images named under ``images``, ``image`` or ``file_name``, and those that only a part of a turn names."""
+        """The images named under ``images``, ``image`` or ``file_name``, or in parts of turns."""
         names = row_images(row)
         turns = next((row[key] for key in self.turns if key in row), None)
         for turn in turns if isinstance(turns, list) else ():
@@ -90,7 +90,7 @@ class Chat(Options):
         return names
 
     def pieces(self, record: Record) -> list[Piece]:
-        """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not agree."""
+        """Raises CorpusError: no JSON, no turns, an unknown role, no answer, images and marks that do not match."""
         data = json_member(record, self.json)
         if media := [key for key in _MEDIA_KEYS if data.get(key)]:
             raise no_media(record, f"{' and '.join(media)} in the JSON")
@@ -100,7 +100,7 @@ class Chat(Options):
             expected = f"a list of turns under {' or '.join(self.turns)}"
             raise bad_json(record, "no conversation", f"keys {', '.join(sorted(data)[:10]) or 'none'}", expected)
         named = data.get("images")
-        # A row may have another key for them.
+        # A row may list them under another key.
         images = _Images(record, None if record.images is not None and not named else named)
         pieces: list[Piece] = []
         for number, turn in enumerate(turns):
@@ -150,7 +150,7 @@ class Chat(Options):
 
 
 class _Images:
-    """Hands the images of a record out, in order or by name."""
+    """Gives out the images of a record, in order or by name."""
 
     def __init__(self, record: Record, names: object) -> None:
         self._record = record
@@ -186,7 +186,7 @@ class _Images:
 
 
 def _turn(record: Record, turn: Any, where: str) -> tuple[str, Any]:
-    """Role and content of one turn, in LLaVA's words or OpenAI's."""
+    """Role and content of one turn, in LLaVA's or OpenAI's format."""
     if not isinstance(turn, dict):
         raise bad_json(record, f"{where} is not a turn", type(turn).__name__, "an object with role and content")
     name = turn.get("role", turn.get("from"))
@@ -216,21 +216,21 @@ class Caption(Options):
     damaged_images: ClassVar[bool] = False
     missing_images: ClassVar[bool] = False
 
-    #: member of the image: the first of these that is there.
+    #: member with the image: the first of these that exists.
     image: Texts = IMAGE_EXTENSIONS
-    #: member of the text: the first of these that is there.
+    #: member with the text: the first of these that exists.
     text: Texts = ("txt", "caption")
-    #: read the text out of the JSON member, under this key, instead.
+    #: read the text from the JSON member instead, under this key.
     json_key: str | None = None
     #: the text between image and text; not trained on.
     prompt: str = ""
     #: whether the image comes before the text.
     image_first: Truth = True
-    #: records without an image are documents of text alone; otherwise they are errors.
+    #: accept records without an image as documents of text only; otherwise they are errors.
     text_only: Truth = False
-    #: take white space at the ends of the text away.
+    #: strip white space from both ends of the text.
     strip: Truth = True
-    #: other images of the record, video and audio are left out; otherwise they are errors.
+    #: ignore other images of the record, video and audio; otherwise they are errors.
     unused_images: Truth = False
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
@@ -273,33 +273,34 @@ class Caption(Options):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interleaved(Options):
-    """Two lists in the JSON member, of the same length; or texts, and images with the index of theirs.
+    """Two lists of the same length in the JSON member; or texts, and images with the index of their text.
 
     {"texts": ["A cat.", null, "It sleeps."], "images": [null, "0.jpg", null]}                              OBELICS
     {"text_list": ["A cat.", "It sleeps."], "image_info": [{"image_name": "0.jpg", "matched_text_index": 1}]}  MMC4
 
-    A cat. <image> It sleeps. <eod>        an image stands before the text of its index; all text is trained on
+    A cat. <image> It sleeps. <eod>        an image comes before the text of its index; all text is trained on
     """
 
     kind: ClassVar[str] = "interleaved"
 
-    #: member of the lists: the first of these that is there.
+    #: member with the lists: the first of these that exists.
     json: Texts = ("json",)
     #: key of the list of texts and nulls.
     texts: str = "texts"
-    #: key of the list of names of images and nulls.
+    #: key of the list of image names and nulls.
     images: str = "images"
     #: the text between two texts with no image between them.
     separator: str = "\n"
-    #: images, video and audio of the record that the lists do not name are left out; otherwise they are errors.
+    #: ignore images, video and audio of the record that the lists do not name; otherwise they are errors.
     unused_images: Truth = False
-    #: images that the lists name and the record does not have, or has as an empty file, are left out and counted;
-    #: otherwise they are errors.
+    #: leave out, and count, images in the lists that the record lacks, or that are empty files; otherwise they are
+    #: errors.
     missing_images: Truth = False
-    #: images that cannot be read are left out; those that cannot be decoded to the end are not shown, and nothing is
-    #: learned from their places; otherwise they are errors.
+    #: leave out images that cannot be read, and mask those that cannot be decoded completely: their tokens stay,
+    #: without training on them; otherwise they are errors.
     damaged_images: Truth = False
-    #: tokens of the longest document: a longer page becomes several, cut between its parts; None: one document a page.
+    #: limit on the tokens of a document: longer pages become several documents, cut between parts; None: one for each
+    #: page.
     split: Annotated[int, Within(2, 2**31 - 1)] | None = None
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
@@ -312,7 +313,7 @@ class Interleaved(Options):
         return [item for item in items if item is not None]
 
     def pieces(self, record: Record) -> list[Piece]:
-        """Raises CorpusError: no JSON, no lists, lists of two lengths, an unknown image, no text."""
+        """Raises CorpusError: no JSON, no lists, lists of different lengths, an unknown image, no text."""
         data = json_member(record, self.json)
         places = self._listed(record, data) if self.texts in data or "text_list" not in data else _matched(record, data)
         pieces: list[Piece] = []
@@ -325,7 +326,7 @@ class Interleaved(Options):
                 continue
             pieces.append(Text(text=self.separator + text if follows_text else text, trained=True))
             follows_text = True
-        # An empty file has nothing to show.
+        # An empty file has no image to show.
         empty = {name for name in image_members(record) if self.missing_images and not record.members[name]}
         check_shown(record, [*pieces, *(Image(member=name) for name in empty)], unused=self.unused_images)
         if not any(isinstance(piece, Text) for piece in pieces):

@@ -1,10 +1,10 @@
-"""A tokenizer's own chat template: where it is, its text for a conversation, and where each message is in that.
+"""A tokenizer's own chat template: finds it, renders a conversation, and locates each message in the text.
 
-Rendered as transformers renders it: the same environment, filters, functions and variables; the tests hold every text
-against transformers'. It is not transformers that is called, so that a corpus has the same bytes with and without it.
+Renders as transformers does, with the same environment, filters, functions and variables; the tests compare every text
+with transformers'. It does not call transformers, so that a corpus has the same bytes with and without it.
 
-    {% generation %} ... {% endgeneration %}   what the assistant says, in templates that tell; marks may go around it
-    strftime_now(...)                          the date that was asked for, not today's: a corpus is the same tomorrow
+    {% generation %} ... {% endgeneration %}   the assistant's text, in templates that mark it; may get marks around it
+    strftime_now(...)                          a date that the user sets, not today's: a corpus is the same tomorrow
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class TemplateRefuses(Exception):
-    """The template raised: roles it does not know, or in an order that it does not allow."""
+    """The template raised: unknown roles, or an order of roles that it does not allow."""
 
 
 class ChatTemplate:
@@ -38,11 +38,11 @@ class ChatTemplate:
     Args:
         text: of the template.
         tokens: its variables for special tokens (`TOKENS`) -> their texts.
-        date: ISO, what the template takes for today; None: one that asks is refused.
+        date: ISO, today's date for the template; None: a template that asks for it is refused.
 
     Raises:
         SetupError: the library `jinja2` is missing.
-        UsageError: no template that it can read.
+        UsageError: not a readable template.
     """
 
     def __init__(self, text: str, tokens: Mapping[str, str], date: str | None = None) -> None:
@@ -61,7 +61,7 @@ class ChatTemplate:
                 expected="a jinja2 template as transformers takes it",
                 action="correct it, or give another one: --chat-template FILE",
             ) from error
-        #: whether it says itself what the assistant says.
+        #: whether it marks the assistant's text itself.
         self.marks_generation: bool = self._environment.marks_generation  # type: ignore[attr-defined]
 
     def render(
@@ -76,10 +76,10 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages, tools: of it.
+            messages, tools: of the conversation.
             options: further variables.
-            prompt: with what asks the assistant to continue at the end.
-            around: texts to put around what is said in {% generation %}.
+            prompt: add the text that asks the assistant to answer.
+            around: texts to put around the content of {% generation %}.
 
         Raises:
             TemplateRefuses: the template raised.
@@ -150,10 +150,10 @@ def read_chat_template(tokenizer: str | Path | None, template: str | Path | None
 
     Args:
         tokenizer: a tokenizer.json, or the directory of a model.
-        template: a file, or a name in `STYLES`, in place of the tokenizer's own; None: its own.
+        template: a file, or a name in `STYLES`, to use instead of the tokenizer's own; None: its own.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no template.
     """
     if tokenizer is None:
         raise UsageError(
@@ -206,16 +206,16 @@ def _json_object(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-# Marks: characters that no text has, put around what messages say, and found again in the rendered text.
+# Marks: characters that occur in no text, put around parts of messages, and found again in the rendered text.
 #
 # White space at the ends of a text stays outside its marks: templates strip it. Reasoning between <think> and </think>
-# has marks of its own: templates take it apart, and leave it out of earlier turns. Of a tool call the name is marked.
+# has its own marks: templates separate it, and omit it from earlier turns. Of a tool call, only the name is marked.
 
 
 Part = Literal["text", "thinking", "tool-calls"]
 PARTS = cast(tuple[Part, ...], get_args(Part))
 
-#: private-use characters, which fonts of icons use: the plane that the conversation has none of.
+#: private-use characters, used by icon fonts: the plane that does not occur in the conversation.
 _PLANES = (0xF0000, 0x100000)
 _PLANE_SIZE = 0xFFFE
 _THINK = re.compile(r"(?:<think>|\A(?!\s*<think>))((?:(?!<think>).)*?)</think>", re.DOTALL)
@@ -232,10 +232,10 @@ class Core:
 
 
 class Marks:
-    """Characters that no text has.
+    """Characters that occur in no text.
 
     Args:
-        text: the conversation as it is rendered without them.
+        text: the conversation rendered without them.
     """
 
     def __init__(self, text: str) -> None:
@@ -249,7 +249,7 @@ class Marks:
         self._labels: list[tuple[int, Part]] = []
 
     def pair(self, message: int, part: Part) -> tuple[str, str]:
-        """A mark to stand before, and one after."""
+        """A mark for the beginning and one for the end."""
         number = 2 * len(self._labels)
         if number + 1 >= _PLANE_SIZE:
             raise BadRow("has too many messages", f"more than {len(self._labels)} parts", "a conversation")
@@ -257,24 +257,24 @@ class Marks:
         return chr(self._plane + number), chr(self._plane + number + 1)
 
     def put(self, messages: Sequence[Message], which: set[int]) -> list[Message]:
-        """The messages, with marks around what these say."""
+        """The messages, with marks around the contents of those in ``which``."""
         return [self._message(message, i) if i in which else message for i, message in enumerate(messages)]
 
     @staticmethod
     def parts(message: Message) -> set[Part]:
-        """The kinds of parts that the words of a message are of."""
+        """The kinds of parts in a message."""
         marks = Marks("")
         marks.put([message], {0})
         return {part for _, part in marks._labels}
 
     def find(self, marked: str, text: str) -> list[Core]:
-        """The places of what was marked, in the text without marks, in order.
+        """Locate the marked parts in the text without marks, in order.
 
         Args:
             marked, text: rendered with and without marks.
 
         Raises:
-            BadRow: with marks the template writes another text, or a part of it is cut or comes twice.
+            BadRow: marks change the text that the template renders, or a part is cut or repeated.
         """
         if self._any.sub("", marked) != text:
             raise BadRow(
@@ -293,7 +293,7 @@ class Marks:
             if first is None or (number in done and message >= 0 and part != "tool-calls"):
                 raise _cut(message, part)
             if number in done and part == "tool-calls":
-                continue  # what the tool says is headed by its name
+                continue  # a tool's result is preceded by its name
             done.add(number)
             if place > first:
                 cores.append(Core(message, part, first, place))
@@ -310,18 +310,18 @@ class Marks:
             changed["tool_calls"] = [self._call(call, i) for call in message["tool_calls"]]
         if "content" in message:
             changed["content"] = self._contents(message["content"], i, thinks=message["role"] == "assistant")
-            if len(self._labels) == before:  # a message of nothing but </think> says </think>
+            if len(self._labels) == before:  # a message of only </think> means it literally
                 changed["content"] = self._contents(message["content"], i, thinks=False)
         return changed
 
     def _contents(self, content: Any, i: int, *, thinks: bool) -> Any:
-        """The text of a message, or its texts."""
+        """The text of a message, or its list of texts."""
         if isinstance(content, list):
             return [{**part, "text": self._content(part["text"], i, thinks=thinks)} for part in content]
         return self._content(content, i, thinks=thinks) if isinstance(content, str) else content
 
     def _call(self, call: Any, i: int) -> Any:
-        """The name and arguments of a tool call, in any of the usual shapes."""
+        """The name and arguments of a tool call, in any of the usual formats."""
         if not isinstance(call, dict):
             return call
         if isinstance(call.get("function"), dict):
@@ -349,7 +349,7 @@ class Marks:
 
 
 def without_reasoning(messages: Sequence[Message]) -> tuple[list[Message], int]:
-    """The messages without what they think, and how many characters that is."""
+    """The messages without their reasoning, and the number of characters left out."""
     stripped, thought = [], 0
     for message in messages:
         kept = {key: value for key, value in message.items() if key not in REASONING}

@@ -1,9 +1,9 @@
-"""`ConversationEncoder`: conversations to tokens, and to the spans of them that are trained.
+"""`ConversationEncoder`: conversations to tokens, and the spans of them that are trained.
 
     conversation  --template-->  text, trained characters  --tokenizer-->  tokens, trained tokens
 
-A token of which a trained character is a part is trained. (As in transformers; but a character that takes several
-tokens, as an emoji does, is trained whole, and white space that a tokenizer counts to no token ends no span.)
+A token is trained if any of its characters is. (As in transformers; but a character of several tokens, such as an
+emoji, is trained whole, and white space that belongs to no token does not end a span.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaresume.encoding.text.tokenizers import HuggingFaceTokenizer
 from megaresume.encoding.text.turns import Selection, TurnFinder
 from megaresume.stream.errors import CorpusError
 
-#: What becomes of a conversation of too many tokens: refused; ended after an answer; cut in the middle; left out.
+#: What happens to a conversation that is too long: refused; ended after an answer; cut in the middle; left out.
 TooLong = Literal["error", "turn", "cut", "skip"]
 TOO_LONG = cast(tuple[TooLong, ...], get_args(TooLong))
 
@@ -34,16 +34,16 @@ class ConversationOptions:
     #: text of the chat template, and its variables for special tokens.
     template: str
     tokens: dict[str, str] = field(default_factory=dict)
-    #: the date that the template takes for today, ISO.
+    #: today's date for the template, ISO.
     date: str | None = None
     #: the shape of all rows.
     shape: RowShape = "messages"
     #: the key of the list of messages, if it has an unusual name.
     key: str | None = None
     selection: Selection = field(default_factory=Selection)
-    #: whether roles may come in any order that the template takes.
+    #: whether roles may come in any order that the template accepts.
     any_order: bool = False
-    #: the most tokens of a document; None: any number.
+    #: limit on the tokens of a document; None: no limit.
     max_tokens: int | None = None
     too_long: TooLong = "error"
 
@@ -58,14 +58,14 @@ class EncodedConversation:
     trained: npt.NDArray[np.bool_]
     #: bytes of the whole text, in UTF-8.
     text_bytes: int
-    #: the token at which the rejected conversation of a preference pair begins; None if it is no pair.
+    #: index of the token where the rejected conversation of a preference pair begins; None if it is not a pair.
     rejected_at: int | None = None
-    #: whether it was too long, and an end of it is missing.
+    #: whether it was too long, so that its end is missing.
     shortened: bool = False
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Runs of trained tokens, and, empty, the place where the rejected conversation of a pair begins."""
+        """Runs of trained tokens; for a pair also an empty one, where the rejected conversation begins."""
         at = self.rejected_at
         if at is None:
             return runs_of(self.trained)
@@ -73,7 +73,7 @@ class EncodedConversation:
 
 
 def runs_of(mask: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """The runs of True: first, and one after the last, of each."""
+    """The runs of True values: first index, and one after the last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], np.asarray(mask, np.int8), [0]])))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
@@ -82,9 +82,9 @@ class ConversationEncoder:
     """A stateless function of conversations.
 
     Args:
-        options: see there.
-        tokenizer: of the template.
-        eod: tokens to put after a conversation: one or none. It is trained if the token before it is.
+        options: see `ConversationOptions`.
+        tokenizer: that of the template.
+        eod: tokens to append to a conversation: one or none. It is trained if the token before it is.
 
     Raises:
         UsageError, SetupError: see `ChatTemplate`.
@@ -98,11 +98,10 @@ class ConversationEncoder:
         self._finder = TurnFinder(template, tokenizer.special_tokens, options.selection)
 
     def encode_batch(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow | None]:
-        """Encode conversations, each as a document; or the reason why it is none; or None if it is too long and left
-        out.
+        """Encode conversations, each as a document; or give the reason why not; or None if left out as too long.
 
         Raises:
-            CorpusError: one is too long, and nothing was said of such.
+            CorpusError: a conversation is too long, and no policy was set.
         """
         found: list[EncodedConversation | BadRow | None] = []
         for conversation, encoded in zip(conversations, self._encode(conversations), strict=True):
@@ -168,7 +167,7 @@ class ConversationEncoder:
         return self._ended_early(conversation) if how == "turn" else None
 
     def _ended_early(self, conversation: Conversation) -> EncodedConversation | None:
-        """The most messages up to a trained one that fit; None: not even the first."""
+        """The longest prefix of messages that ends with a trained one and fits; None if none fits."""
         for short in self._shortened(conversation):
             encoded = self._encode([short])[0]
             if isinstance(encoded, EncodedConversation) and not self._is_too_long(encoded):
@@ -176,10 +175,11 @@ class ConversationEncoder:
         return None
 
     def _shortened(self, conversation: Conversation) -> Iterator[Conversation]:
-        """A conversation ended early, the longest that fits first.
+        """Prefixes of a conversation that end early, longest first.
 
-        With each turn it grows, unless the template leaves the reasoning of earlier turns out. Then more turns may be
-        fewer tokens; but without any reasoning it grows, and none that is too long without it fits.
+        Each further turn makes the text longer, unless the template omits the reasoning of earlier turns. Then more
+        turns may be fewer tokens; but with all reasoning removed, more turns are always longer, and a prefix that is
+        too long even without its reasoning cannot fit.
         """
         ends = self._answers(conversation)
 
@@ -195,7 +195,7 @@ class ConversationEncoder:
         yield from filter(self._fits, map(ended, reversed(range(most))))
 
     def _leaves_out(self, whole: Conversation, bare: Conversation) -> bool:
-        """Whether the template leaves out reasoning of a conversation, of which this is the rest."""
+        """Whether the template omits reasoning of a conversation, given the conversation without it."""
         thought = without_reasoning(whole.messages)[1]
         if not thought:
             return False
@@ -205,7 +205,7 @@ class ConversationEncoder:
             return True
 
     def _fits(self, conversation: Conversation) -> bool:
-        """Whether it has no more tokens than it may have; also of one that the template refuses."""
+        """Whether it is within the limit; also true for one that the template refuses."""
         try:
             text = self._finder.render(conversation)
         except TemplateRefuses:
@@ -214,18 +214,18 @@ class ConversationEncoder:
         return limit is None or len(self._tokenizer.encode_batch([text])[0]) + len(self._eod) <= limit
 
     def _answers(self, conversation: Conversation) -> list[int]:
-        """Messages that a conversation may end with, the last aside."""
+        """The messages that a conversation may end with, except the last."""
         roles, messages = self._options.selection.roles, conversation.messages[:-1]
         return [i for i, m in enumerate(messages) if m["role"] in roles and i not in conversation.untrained]
 
 
 def _overlapping(runs: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """The tokens, first to stop, of which characters are in each run; runs of no token are left out."""
-    # Tokens without characters of their own are with those around them.
+    """The tokens, first to stop, that overlap each run of characters; runs without tokens are left out."""
+    # Tokens without characters belong to those around them.
     own = np.flatnonzero(offsets[:, 1] > offsets[:, 0])
     begins, ends = offsets[own, 0], offsets[own, 1]
     chars = np.array(runs, np.int64).reshape(-1, 2)
-    # Nearly always in order; if they are not, the bounds are a little wide.
+    # Nearly always sorted; if not, the bounds are a little wide.
     firsts = np.searchsorted(np.maximum.accumulate(ends), chars[:, 0], "right")
     stops = np.searchsorted(np.minimum.accumulate(begins[::-1])[::-1], chars[:, 1], "left")
     for (first, stop), i, k in zip(runs, firsts, stops, strict=True):

@@ -1,21 +1,21 @@
-"""A row of a data set to a `Conversation`, in any of the usual shapes.
+"""Turns a row of a data set into a `Conversation`, from any of the usual formats.
 
     messages            {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
     sharegpt            {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
     alpaca              {"instruction": "Translate", "input": "Hallo", "output": "Hello"}, and system, history
     prompt-completion   {"prompt": "Hi", "completion": "Hello"}, both texts or both lists of messages
-    preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "What?"}, as above; without a prompt, both are
-                        whole conversations, and the messages with which both begin are the prompt
+    preference          {"prompt": "Hi", "chosen": "Hello", "rejected": "What?"}, texts or lists as above; without a
+                        prompt, both are whole conversations, and their common first messages are the prompt
 
-A row may also have ``tools`` (a list of JSON schemas, or that as JSON in a text) and ``chat_template_kwargs``. A
-message with ``"weight": 0`` is not trained, and neither are those of a prompt; other data sets write ``"loss": false``
-or ``"train": false``. A token is trained or not: a weight between is refused.
+A row may also have ``tools`` (a list of JSON schemas, or its JSON as a string) and ``chat_template_kwargs``. A message
+with ``"weight": 0`` is not trained, and neither are those of a prompt; other data sets use ``"loss": false`` or
+``"train": false``. A token is trained or not: a weight in between is refused.
 
-The texts around the turns, for models that many people train, are a style: `STYLES` has them by name.
+The texts around the turns, for widely used models, are a style: `STYLES` has them by name.
 
-    before   content   end        after          of the assistant, content and end are trained
+    before   content   end        after          for the assistant, content and end are trained
 
-Templates of images take a style as it is; `megaresume prepare --chat-template NAME` as the jinja template that it is.
+Image templates use a style directly; `megaresume prepare --chat-template NAME` uses it as a jinja template.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from megaresume.stream.schema import Before, Options, refused
 
 RowShape = Literal["messages", "sharegpt", "alpaca", "prompt-completion", "preference"]
 SHAPES = cast(tuple[RowShape, ...], get_args(RowShape))
-#: the keys that tell a shape.
+#: the keys that identify a shape.
 KEYS: dict[RowShape, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
@@ -38,7 +38,7 @@ KEYS: dict[RowShape, tuple[str, ...]] = {
     "prompt-completion": ("prompt", "completion"),
     "preference": ("chosen", "rejected"),
 }
-#: The names of roles: as data sets call them -> as templates know them.
+#: The names of roles: in data sets -> in templates.
 ROLES = {
     "system": "system",
     "user": "user",
@@ -48,10 +48,10 @@ ROLES = {
     "model": "assistant",
     "tool": "tool",
 }
-#: names of a message's reasoning; templates read the first, and some the second.
+#: names for a message's reasoning; templates read the first, and some the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
-#: keys of a message that say whether it is trained: OpenAI's, ms-swift's, Axolotl's.
+#: keys of a message for whether it is trained: OpenAI's, ms-swift's, Axolotl's.
 TRAINED = ("weight", "loss", "loss_scale", "train", "training")
 
 Message = dict[str, Any]
@@ -61,7 +61,7 @@ class BadRow(Exception):
     """A row that is not a conversation.
 
     Args:
-        what: is wrong, to follow the name of the row.
+        what: the problem, to follow the name of the row.
         found, expected: as in `megaresume.stream.errors.MegaresumeError`.
     """
 
@@ -72,32 +72,32 @@ class BadRow(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The variables of a template."""
+    """A conversation as the variables of a template."""
 
-    #: role, content and what else the template reads; no value is None.
+    #: role, content and anything else that the template reads; no value is None.
     messages: list[Message]
     tools: list[Any] | None = None
     #: further variables of the template.
     options: dict[str, Any] = field(default_factory=dict)
-    #: numbers of the messages that are not trained, whoever wrote them.
+    #: numbers of the messages that are not trained, whatever their role.
     untrained: frozenset[int] = frozenset()
     #: file and row, for errors.
     where: str = ""
-    #: the rejected conversation of a preference pair, whose chosen one this is.
+    #: the rejected conversation of a preference pair, if this is the chosen one.
     rejected: Conversation | None = None
 
 
 def shapes_of(row: Mapping[str, Any]) -> list[RowShape]:
-    """The shapes that a row has, by its keys; of some data sets two, such as messages beside a preference."""
+    """The shapes that a row's keys fit; some data sets fit two, such as messages next to a preference."""
     return [shape for shape in SHAPES if all(key in row for key in KEYS[shape])]
 
 
-#: A mark in place of a value that is not there.
+#: In place of a missing value.
 MISSING = object()
 
 
 def under(row: Mapping[str, Any], key: str) -> Any:
-    """The value in a row under a key, or under keys with dots between (``meta.text``); `MISSING` if it has none."""
+    """The value of a row under a key, or a path of keys joined by dots (``meta.text``); `MISSING` if there is none."""
     if key in row:
         return row[key]
     first, dot, rest = key.partition(".")
@@ -115,7 +115,7 @@ def conversation_of(row: Mapping[str, Any], shape: RowShape, where: str, *, key:
         key: of the list of messages, if it has an unusual name.
 
     Raises:
-        BadRow: the row has another shape; a message without role or text.
+        BadRow: the row has another shape; a message has no role or text.
     """
     keys = (key,) if key is not None and shape in ("messages", "sharegpt") else KEYS[shape]
     missing = [name for name in keys if under(row, name) in (None, MISSING)]
@@ -163,7 +163,7 @@ def _is_trained(message: Message, i: int) -> bool:
 
 
 def _pair(row: Mapping[str, Any], where: str) -> Conversation:
-    """The chosen conversation, which has the rejected one."""
+    """The chosen conversation, with the rejected one in it."""
     prompt = [] if row.get("prompt") is None else _either(row["prompt"], "user")
     if not prompt and not (isinstance(row["chosen"], list) and isinstance(row["rejected"], list)):
         raise BadRow("has no 'prompt'", "answers that are texts", "a prompt, or two conversations as lists of messages")
@@ -171,7 +171,7 @@ def _pair(row: Mapping[str, Any], where: str) -> Conversation:
     if chosen == rejected:
         raise BadRow("has no preference", "chosen and rejected are the same", "two answers")
     said = len(prompt)
-    if prompt == chosen[:said] == rejected[:said]:  # told twice, as some data sets do
+    if prompt == chosen[:said] == rejected[:said]:  # repeated in both, as in some data sets
         prompt = []
     if not prompt:
         while chosen and rejected and chosen[0] == rejected[0]:
@@ -183,10 +183,10 @@ def _pair(row: Mapping[str, Any], where: str) -> Conversation:
 
 
 def check_roles(messages: Sequence[Message]) -> None:
-    """Refuse roles out of order: a system message after the first, two of a kind in a row, a tool nobody called.
+    """Refuse roles out of order: a system message after the first, a role twice in a row, a tool result without a call.
 
     Raises:
-        BadRow: naming the message.
+        BadRow: names the message.
     """
     before = None
     for i, message in enumerate(messages):
@@ -209,8 +209,7 @@ def _messages(turns: object, *, strict: bool) -> list[Message]:
 
 
 def _message(turn: object, i: int, *, strict: bool) -> Message:
-    """A message with role and content, in OpenAI's words or ShareGPT's; without what is null, as transformers does
-    it."""
+    """A message with role and content, in OpenAI's or ShareGPT's format; drops null values, as transformers does."""
     if not isinstance(turn, dict):
         raise BadRow(f"message {i} is not an object", type(turn).__name__, "an object with role and content")
     role = turn.get("role", turn.get("from"))
@@ -279,16 +278,16 @@ RoleName = Literal["system", "user", "assistant", "tool"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role(Options):
-    """Texts around a turn; special tokens in them are special tokens.
+    """The texts around a turn; special tokens in them count as special tokens.
 
-    What a style cannot say: a token before the whole conversation, texts that are trimmed, a role that is written as
-    part of another's turn. A model that needs these has a jinja template of its own.
+    A style cannot express: a token before the whole conversation, trimmed texts, a role that is written as part of
+    another role's turn. A model that needs these has its own jinja template.
     """
 
     #: system, user, assistant or tool.
     role: RoleName = "user"
     before: str = ""
-    #: ends the turn: of an answer the model learns it too.
+    #: ends the turn; the model also learns it if it ends an answer.
     end: str = ""
     after: str = ""
 
@@ -326,7 +325,7 @@ def _style(value: Any) -> Any:
     return value
 
 
-#: ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list that a spec holds.
+#: ``style``: a name in `STYLES`; {user: {before: ...}, ...}; or the list in a spec.
 Style = Annotated[tuple[Role, ...], Before(_style)]
 
 _CONTENT = (
@@ -336,7 +335,7 @@ _CONTENT = (
 
 
 def jinja_of(style: Sequence[Role]) -> str:
-    """The style as a chat template that marks what the assistant says, with ``{% generation %}``."""
+    """The style as a chat template that marks the assistant's text with ``{% generation %}``."""
     turns, prompt = "", ""
     for number, role in enumerate(style):
         said = _CONTENT + _written(role.end)

@@ -21,7 +21,7 @@ from megaresume.stream.errors import CorpusError, UsageError, require
 
 TokenArray = npt.NDArray[Any]
 
-#: The names of the token at the end of a document; the first one that the vocabulary has is used.
+#: Names of the end-of-document token; the first one in the vocabulary is used.
 EOD_TOKENS = (
     "<|endoftext|>",
     "<|end_of_text|>",
@@ -36,38 +36,37 @@ EOD_TOKENS = (
 
 
 class Tokenizer(Protocol):
-    """The tokenizer that `prepare` and `trace --text` need."""
+    """The interface that `prepare` and `trace --text` need."""
 
     #: the name for people: a file name, or "bytes".
     name: str
     #: the size of the vocabulary: one above the largest token id.
     vocab_size: int
-    #: token at the end of a document; None if the vocabulary has none that we know.
+    #: the end-of-document token; None if the vocabulary has none that we know.
     eod: int | None
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The tokens of each text, one-dimensional, an unsigned integer dtype; no token is added or cut off."""
+        """The tokens of each text, one-dimensional, an unsigned integer dtype; adds and cuts no tokens."""
         ...
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of one text; with ``special``, the text of a special token is that token, without it is plain
-        text."""
+        """The tokens of one text; ``special``: recognise special tokens in it instead of reading plain text."""
         ...
 
     def token_id(self, token: str) -> int | None:
-        """Id of the token that is written so; None if there is none."""
+        """The id of the token with this text; None if there is none."""
         ...
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of tokens; end-of-document tokens are left out."""
+        """The text of tokens; leaves out end-of-document tokens."""
         ...
 
     def fingerprint(self) -> str:
-        """32 hex digits: the same for the same mapping of text to tokens."""
+        """32 hex digits: equal if the mapping from text to tokens is."""
         ...
 
     def vocabulary(self) -> str:
-        """32 hex digits: the same if a token means the same text; special tokens may have been added to one."""
+        """32 hex digits: equal if each token has the same text; added special tokens do not count."""
         ...
 
 
@@ -83,15 +82,15 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """Bytes of the text; no text is special."""
+        """Bytes of the text; there are no special tokens."""
         return list(text.encode("utf-8"))
 
     def token_id(self, token: str) -> int | None:
-        """The id of the token with this text; None if no token has a text of its own."""
+        """The id of the token with this text; always None here."""
         return None
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Bytes that are not UTF-8 (a document cut inside a character) become U+FFFD.
+        """The text of tokens; invalid UTF-8 (a document cut inside a character) becomes U+FFFD.
 
         Raises:
             CorpusError: a token outside the vocabulary.
@@ -110,12 +109,12 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json``, without its truncation, padding and added start or end tokens.
+    """A ``tokenizer.json``, with its truncation, padding and added start or end tokens turned off.
 
     Args:
         content: of the file.
         name: for people.
-        eod_token: text of the token at the end of a document; by default the first of `EOD_TOKENS` that it knows.
+        eod_token: text of the end-of-document token; by default the first of `EOD_TOKENS` in the vocabulary.
 
     Raises:
         SetupError: the library `tokenizers` is missing.
@@ -127,9 +126,9 @@ class HuggingFaceTokenizer:
         tokenizers = require("tokenizers", "it reads tokenizer.json", action)
         self.name = name
         description = _description(content, name)
-        # A tokenizer.json often carries the padding and truncation of its last user: Megatron's documents are whole.
+        # A tokenizer.json often has the padding and truncation of its last use: Megatron's documents are whole.
         description["truncation"] = description["padding"] = None
-        # Not tokenizer.to_str(): that changes with the version of the library.
+        # Not tokenizer.to_str(), which changes with the version of the library.
         canonical = json.dumps(description, sort_keys=True, separators=(",", ":"))
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(canonical)
@@ -147,13 +146,13 @@ class HuggingFaceTokenizer:
                 action="correct --eod-token",
             )
         added = [token for token in description.get("added_tokens") or [] if token.get("special")]
-        #: texts of the tokens that no text is meant to spell.
+        #: texts of the tokens that ordinary text is not meant to contain.
         self.special_tokens: tuple[str, ...] = tuple(token["content"] for token in added)
         self._fingerprint = xxhash.xxh3_128_hexdigest(f"{canonical}\neod {self.eod}".encode())
         self._content = content
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """The tokens of each text: uint32[n]; one text alone is encoded in the calling thread, as in `encode`."""
+        """The tokens of each text: uint32[n]; a single text is encoded in the calling thread, as in `encode`."""
         if len(texts) == 1:
             encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
         else:
@@ -161,7 +160,7 @@ class HuggingFaceTokenizer:
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64]]]:
-        """The tokens of each text, uint32[n], and where they stand in it, int64[n, 2]: characters from, to."""
+        """The tokens of each text, uint32[n], and their characters in it, int64[n, 2]: first, one after the last."""
         if len(texts) == 1:
             encodings = [self._tokenizer.encode(texts[0], add_special_tokens=False)]
         else:
@@ -169,20 +168,19 @@ class HuggingFaceTokenizer:
         return [(np.array(e.ids, np.uint32), np.array(e.offsets, np.int64).reshape(-1, 2)) for e in encodings]
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The tokens of one text, encoded in the calling thread: no pool that a forked worker would have to do
-        without."""
+        """The tokens of one text, encoded in the calling thread: a forked worker has no thread pool."""
         self._tokenizer.encode_special_tokens = not special
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         self._tokenizer.encode_special_tokens = False
         return ids
 
     def token_id(self, token: str) -> int | None:
-        """Id of the token that is written so."""
+        """The id of the token with this text."""
         number: int | None = self._tokenizer.token_to_id(token)
         return number
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """The text of tokens; special tokens other than the end of document are kept.
+        """The text of tokens; keeps special tokens other than the end of document.
 
         Raises:
             CorpusError: a token outside the vocabulary.
@@ -193,7 +191,7 @@ class HuggingFaceTokenizer:
         return text
 
     def fingerprint(self) -> str:
-        """The fingerprint: xxh3_128 of the content as canonical JSON, and the end-of-document token."""
+        """xxh3_128 of the content as canonical JSON, and of the end-of-document token."""
         return self._fingerprint
 
     def vocabulary(self) -> str:
@@ -202,7 +200,7 @@ class HuggingFaceTokenizer:
 
 
 def load_tokenizer(path: str | Path | None, *, eod_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` (or of a directory that holds one); by bytes without a path.
+    """The tokenizer in a ``tokenizer.json`` (or a directory that has one); without a path, the byte tokenizer.
 
     Raises:
         UsageError: no such file, not a tokenizer, or no such end-of-document token.
@@ -212,7 +210,7 @@ def load_tokenizer(path: str | Path | None, *, eod_token: str | None = None) -> 
 
 
 def read_tokenizer_file(path: str | Path | None) -> tuple[bytes | None, str]:
-    """The content of the file and a name for people: what a worker process needs to build the same tokenizer."""
+    """The content of the file and a name for people: enough for a worker process to build the same tokenizer."""
     if path is None:
         return None, ByteTokenizer.name
     path = Path(path)
@@ -233,7 +231,7 @@ def read_tokenizer_file(path: str | Path | None) -> tuple[bytes | None, str]:
 
 
 def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str | None = None) -> Tokenizer:
-    """Make a tokenizer, as `load_tokenizer` does, from what `read_tokenizer_file` returned."""
+    """Build the tokenizer of `load_tokenizer` from the result of `read_tokenizer_file`."""
     if content is not None:
         return HuggingFaceTokenizer(content, name=name, eod_token=eod_token)
     if eod_token is not None:
@@ -247,8 +245,7 @@ def tokenizer_from_content(content: bytes | None, name: str, *, eod_token: str |
 
 
 def vocabulary_of(content: bytes | None) -> str:
-    """Hash the vocabulary of a ``tokenizer.json``'s model, without added tokens: xxh3_128; None: the vocabulary of
-    bytes."""
+    """xxh3_128 of the vocabulary of a ``tokenizer.json``'s model, without added tokens; None: the byte vocabulary."""
     if content is None:
         return xxhash.xxh3_128_hexdigest(b"megaresume bytes vocabulary 1")
     vocabulary = _description(content, "tokenizer.json")["model"].get("vocab")
@@ -256,24 +253,24 @@ def vocabulary_of(content: bytes | None) -> str:
 
 
 def pack_tokenizer(content: bytes | None, name: str) -> dict[str, Any]:
-    """Plain JSON of what `read_tokenizer_file` returned."""
+    """The result of `read_tokenizer_file` as plain JSON."""
     packed = None if content is None else base64.b64encode(zlib.compress(content, 6)).decode("ascii")
     return {"name": name, "content": packed}
 
 
 def unpack_tokenizer(packed: Mapping[str, Any], eod_token: str | None) -> Tokenizer:
-    """The tokenizer that `pack_tokenizer` packed."""
+    """The tokenizer in the result of `pack_tokenizer`."""
     return tokenizer_from_content(unpacked_content(packed["content"]), packed["name"], eod_token=eod_token)
 
 
-@functools.lru_cache(maxsize=4)  # the sources of a blend have one, as a rule
+@functools.lru_cache(maxsize=4)  # the sources of a blend usually share one
 def packed_vocabulary(content: str | None) -> str:
-    """`vocabulary_of` what `pack_tokenizer` packed under ``content``, without building the tokenizer."""
+    """`vocabulary_of` the ``content`` in a result of `pack_tokenizer`, without building the tokenizer."""
     return vocabulary_of(unpacked_content(content))
 
 
 def unpacked_content(content: str | None) -> bytes | None:
-    """The argument of `tokenizer_from_content`, from what `pack_tokenizer` packed under ``content``."""
+    """The argument of `tokenizer_from_content`, from the ``content`` in a result of `pack_tokenizer`."""
     return None if content is None else zlib.decompress(base64.b64decode(content))
 
 

@@ -1,18 +1,18 @@
-"""The characters of a rendered conversation that are trained.
+"""Finds the characters of a rendered conversation that are trained.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n<think>\\nhm\\n</think>\\n\\nHello<|im_end|>\\n
                                                          xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx   trained
 
-*Trained* is what the model is to say when it is asked: from the end of the prompt that the template makes of the
-messages before, up to the special token that ends the turn, or to the last word if there is none. A template with
-``{% generation %}`` says itself what that is; of others it is found by **marks**: the conversation is rendered a second
-time with characters that no text has around what its messages say.
+*Trained* is what the model should say when asked: from the end of the prompt that the template makes from the previous
+messages, to the special token that ends the turn, or to the last word if there is none. A template with
+``{% generation %}`` marks it. For others, **marks** find it: the conversation is rendered a second time with characters
+that occur in no text around the contents of its messages.
 
-    text       Hello                       without the marks the second text must be the first, or nothing is believed
-    marked     \\U000f0004Hello\\U000f0005
+    text       Hello                       without its marks, the second text must equal the first; otherwise it is
+    marked     \\U000f0004Hello\\U000f0005     not used
 
-    prompt     <|im_start|>assistant\\n     what add_generation_prompt adds. Nearly always the first mark follows it;
-                                           otherwise the messages before are rendered alone, with and without it
+    prompt     <|im_start|>assistant\\n     added by add_generation_prompt. Nearly always the first mark follows it;
+                                           otherwise the previous messages are rendered alone, with and without it
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megaresume.encoding.text.conversations import BadRow, Conversation, Message
 from megaresume.stream.errors import UsageError
 
 Turns = Literal["all", "last"]
-#: a word that no template writes of itself.
+#: a word that occurs in no template.
 _ANSWER = "qzjxv"
 _CLOSED = re.compile(r"</think>\s*")
 _TAGS_BEFORE = re.compile(r"(?:</?think>\s*)+\Z")
@@ -41,20 +41,20 @@ class Selection:
 
     #: the roles whose messages are trained.
     roles: tuple[str, ...] = ("assistant",)
-    #: the turns that are trained: all, or those after the last message of the user.
+    #: the turns that are trained: all, or those after the user's last message.
     turns: Turns = "all"
-    #: the parts of the assistant's messages that are trained; the end of a turn is of its last part.
+    #: the parts of the assistant's messages that are trained; the end of a turn belongs to its last part.
     parts: tuple[Part, ...] = PARTS
 
     @property
     def as_generated(self) -> bool:
-        """Whether it is all that {% generation %} surrounds."""
+        """Whether it is exactly the content of {% generation %}."""
         return self.roles == ("assistant",) and self.turns == "all" and set(self.parts) == set(PARTS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Characters first to stop are what the author of a message says, with what ends it."""
+    """A message as its author says it, including what ends it: characters first to stop."""
 
     message: int
     first: int
@@ -63,12 +63,12 @@ class _Turn:
 
 
 class TurnFinder:
-    """Renders conversations, and finds what is trained in them.
+    """Renders conversations and finds what is trained.
 
     Args:
         template: of the tokenizer.
         special: texts of its special tokens.
-        selection: what is trained.
+        selection: what to train.
     """
 
     def __init__(self, template: ChatTemplate, special: Sequence[str], selection: Selection) -> None:
@@ -77,9 +77,9 @@ class TurnFinder:
         longest_first = sorted(filter(None, special), key=len, reverse=True)
         any_special = "|".join(map(re.escape, longest_first))
         self._any = re.compile(any_special) if longest_first else None
-        #: white space and a special token.
+        #: white space, then a special token.
         self._end = re.compile(rf"\s*(?:{any_special})") if longest_first else None
-        #: the text by which the template asks the assistant to continue, by options of the template.
+        #: the text by which the template asks the assistant to answer, by template options.
         self._prompts: dict[str, str] = {}
         self._ends = self._end_of_answers()
 
@@ -87,7 +87,7 @@ class TurnFinder:
         """The text of a conversation, and its trained characters: runs [first, stop), in order, apart.
 
         Raises:
-            BadRow: the template refuses it, or what is trained cannot be told.
+            BadRow: the template refuses it, or the trained part cannot be determined.
         """
         if not self.wanted(conversation):
             roles = ", ".join(dict.fromkeys(message["role"] for message in conversation.messages))
@@ -112,8 +112,7 @@ class TurnFinder:
         return self._template.render(said.messages, tools=said.tools, options=said.options, **how)
 
     def end_of_turn(self, text: str, at: int) -> int | None:
-        """Find the end of the special tokens that end a turn here, white space before them aside; None if none stand
-        here."""
+        """The end of the special tokens that end a turn here, after optional white space; None if there are none."""
         found = next((found for end in self._ends if (found := end.match(text, at)) is not None), None)
         return None if found is None else found.end()
 
@@ -123,7 +122,7 @@ class TurnFinder:
         return ends[-1] if ends else None
 
     def prompt(self, options: dict[str, Any]) -> str:
-        """The text that the template adds after a question, for the assistant to continue."""
+        """The text that the template adds after a question, to be continued by the assistant."""
         key = repr(options)
         if key not in self._prompts:
             question = Conversation(messages=[{"role": "user", "content": "?"}], options=options)
@@ -135,12 +134,12 @@ class TurnFinder:
         return self._prompts[key]
 
     def _whole_tokens(self, text: str, at: int) -> int:
-        """The place itself, or the beginning of the special token that it is inside of."""
+        """The position, moved back to the start of a special token if it is inside one."""
         around = (found for found in self._any.finditer(text) if found.start() < at < found.end()) if self._any else ()
         return next((found.start() for found in around), at)
 
     def _end_of_answers(self) -> list[re.Pattern[str]]:
-        """The ends of an answer, of the last one and of one before another question; else any special token is one."""
+        """Patterns for the end of the last answer and of one before a question; any special token if unknown."""
         asked = {"role": "user", "content": "?"}
         tails = []
         for after in ([], [asked]):
@@ -156,7 +155,7 @@ class TurnFinder:
         return [re.compile(r"\s*" + re.escape(common[:always].lstrip()))] * (always is not None) + [self._end]
 
     def wanted(self, conversation: Conversation) -> list[int]:
-        """Numbers of the messages that are trained."""
+        """Numbers of the messages to train."""
         messages = conversation.messages
         first = 0
         if self._selection.turns == "last":
@@ -169,13 +168,13 @@ class TurnFinder:
         ]
 
     def _trained(self, turn: _Turn, conversation: Conversation, text: str) -> Iterator[tuple[int, int]]:
-        """The parts of a turn that are trained."""
+        """The parts of a turn to train."""
         if conversation.messages[turn.message]["role"] != "assistant" or set(self._selection.parts) == set(PARTS):
             yield turn.first, turn.stop
             return
         edges = [turn.first]
         for before, after in zip(turn.cores, turn.cores[1:], strict=False):
-            # </think> is of the thinking before it, <tool_call> of the call after it.
+            # </think> belongs to the reasoning before it, <tool_call> to the call after it.
             closed = _CLOSED.search(text, before.stop, after.first) if before.part == "thinking" else None
             edges.append(before.stop if closed is None else closed.end())
         for core, first, stop in zip(turn.cores, edges, [*edges[1:], turn.stop], strict=True):
@@ -189,21 +188,21 @@ class _Rendered:
     def __init__(self, finder: TurnFinder, conversation: Conversation, text: str) -> None:
         self._finder, self._conversation, self._text = finder, conversation, text
         self._template, self._selection = finder._template, finder._selection
-        #: the text before or after turns of a kind, by the white space of their own there, and how often it came in a
-        #: row.
+        #: the text before or after turns of a kind, by their own white space there, and how often in a row it was the
+        #: same.
         self._habits: dict[tuple[str, str], tuple[str, int]] = {}
-        #: whether what two turns had is believed of others; of these turns it is not.
+        #: whether a text that two turns shared is assumed for others; turns for which it is not.
         self._believes, self._doubted = True, set[int]()
 
     def turns(self) -> list[_Turn]:
-        """The trained characters, message by message."""
+        """The trained characters, by message."""
         wanted = set(self._finder.wanted(self._conversation))
         if self._template.marks_generation and self._selection.roles == ("assistant",):
             return self._generated(wanted)
         last = len(self._conversation.messages) - 1
         self._doubted = {max(wanted), max(wanted - {last}, default=last)}
         turns = self._each(wanted)
-        if not self._believes:  # a later turn was another one: each is looked at
+        if not self._believes:  # a later turn was different: look at each
             turns = self._each(wanted)
         return turns
 
@@ -226,7 +225,7 @@ class _Rendered:
         return turns
 
     def _generated(self, wanted: set[int]) -> list[_Turn]:
-        """The text within {% generation %}."""
+        """The text in {% generation %} blocks."""
         messages = self._conversation.messages
         everything = {i for i, message in enumerate(messages) if message["role"] == "assistant"}
         if self._selection.as_generated and wanted == everything:
@@ -242,7 +241,7 @@ class _Rendered:
         runs = [core for core in found if core.message < 0]
         said = iter(found)
         for k, run in enumerate(runs):
-            # A core ends before the run does that it stands in, and so it is found before it.
+            # A core ends before the run that contains it, and so comes first.
             cores = tuple(c for c in iter(partial(next, said), run) if run.first <= c.first)
             if not cores and len(runs) != len(answers):
                 raise BadRow(
@@ -261,13 +260,13 @@ class _Rendered:
 
     @cached_property
     def _cores(self) -> list[Core]:
-        """The contents of the messages that are trained."""
+        """The contents of the messages to train."""
         marks = Marks(self._text)
         wanted = set(self._finder.wanted(self._conversation))
         return marks.find(self._marked(marks, marks.put(self._conversation.messages, wanted)), self._text)
 
     def _check_all_there(self, i: int, cores: Sequence[Core]) -> None:
-        """Reasoning may be left out of earlier turns, nothing else."""
+        """Refuse missing parts: a template may omit reasoning from earlier turns, but nothing else."""
         message = self._conversation.messages[i]
         there = {core.part for core in cores}
         said = Marks.parts(message)
@@ -295,7 +294,7 @@ class _Rendered:
         return begin
 
     def _habit(self, kind: tuple[str, str], i: int) -> str | None:
-        """The usual text there in turns of this kind; None: look."""
+        """The usual text at this place in turns of this kind; None: look."""
         text, times = self._habits.get(kind, ("", 0))
         return text if times > 1 and self._believes and i not in self._doubted else None
 
@@ -306,23 +305,23 @@ class _Rendered:
         self._habits[kind] = text, times + 1 if before == text else 1
 
     def _begins_exactly(self, i: int, first: Core, usual: str) -> int:
-        """The character at which a turn begins, found from the messages before it, rendered alone."""
+        """The first character of a turn, found by rendering the previous messages alone."""
         asked = self._before(i, prompt=True)
         if asked is not None and self._text.startswith(asked):
             return min(len(asked), first.first)
         before = self._before(i)
         if asked is None or before is None or not self._text.startswith(before):
-            if first.part == "text":  # later messages change what stands before: the word itself must do
+            if first.part == "text":  # later messages change what comes before: use the word itself
                 tags = _TAGS_BEFORE.search(self._text, 0, first.first) if _TAGS_AFTER.match(self._content(i)) else None
                 at = first.first if tags is None else tags.start()
                 return at if usual else len(self._text[:at].rstrip())
             raise self._unknown(i, first, "beginning")
-        # Of a prompt that begins the answer, as <think> does, so much as stands here.
+        # If the prompt begins the answer, as with <think>, use the part of it that occurs here.
         common = _common(asked[len(before) :], self._text[len(before) : first.first]) if asked.startswith(before) else 0
         return len(before) + common if common else first.first
 
     def _before(self, i: int, *, prompt: bool = False) -> str | None:
-        """The text of the messages before the i-th; None if the template does not take them alone."""
+        """The text of the messages before message i; None if the template cannot render them alone."""
         alone = replace(self._conversation, messages=self._conversation.messages[:i])
         try:
             return self._finder.render(alone, prompt=prompt)
@@ -330,7 +329,7 @@ class _Rendered:
             return None
 
     def _stop(self, i: int, last: Core) -> int:
-        """The end of a turn whose last word is known."""
+        """The end of a turn, given its last word."""
         said = self._said(i, self._text, last)
         stop = self._finder.end_of_turn(self._text, said) if last.part != "tool-calls" else None
         if stop is not None:
@@ -352,7 +351,7 @@ class _Rendered:
         return said + (len(after.rstrip()) if stop is None else stop)
 
     def _said(self, i: int, text: str, last: Core) -> int:
-        """The end of message i in a text: after its last word, and after the tags that it has there."""
+        """The end of message i in a text: after its last word and its own closing tags."""
         has_tags = last.part == "thinking" or _TAGS_BEFORE.search(self._content(i).rstrip())
         tags = _TAGS_AFTER.match(text, last.stop) if has_tags else None
         return last.stop if tags is None else tags.end()
@@ -362,7 +361,7 @@ class _Rendered:
         return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
     def _after(self, i: int, said: int) -> str | None:
-        """The text between the end of message i, which is there, and the next one; None if it cannot be told."""
+        """The text between the end of message i and the next one; None if unknown."""
         messages = self._conversation.messages[: i + 1]
         if len(messages) == len(self._conversation.messages):
             return self._text[said:]
@@ -385,7 +384,7 @@ class _Rendered:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """The number of characters that both begin with."""
     length = min(len(one), len(other))
     return next((k for k in range(length) if one[k] != other[k]), length)
 
