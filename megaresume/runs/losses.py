@@ -1,10 +1,10 @@
-"""The losses of a run, from any log of it: ours, Megatron-LM's, DeepSpeed's; and two runs compared step by step.
+"""Reads the losses of a run from a log of megaresume, Megatron-LM or DeepSpeed, and compares two runs step by step.
 
     {"event": "step", "step": 11, "loss": 5.25, "loss_hex": "0x1.5p+2", ...}          --megaresume-log-samples FILE
-     iteration       11/     100 | ... | lm loss: 5.250000E+00 | ...                  what Megatron-LM prints
-    steps: 11 loss: 5.2500 iter time (s): 0.511 samples/sec: 31.3                     what a DeepSpeed pipeline prints
+     iteration       11/     100 | ... | lm loss: 5.250000E+00 | ...                  printed by Megatron-LM
+    steps: 11 loss: 5.2500 iter time (s): 0.511 samples/sec: 31.3                     printed by a DeepSpeed pipeline
 
-A run that was killed and continued retraced its steps: the last line of a step counts.
+A killed run that resumed repeats steps in its log: the last line of each step counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megaresume.runs.answer import Answer, live, told
 from megaresume.stream.errors import UsageError
 
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|nan|inf)"
-#: Megatron's line of a step; what is before it (rank, time) and within it (learning rate, ...) differs between
-#: versions.
+#: Megatron's line for a step. What comes before (rank, time) and in the middle (learning rate, ...) depends on its
+#: version.
 _MEGATRON = re.compile(rf"(?<!loss at )\biteration\s+(\d+)/\s*(?:\d+|-)\s*\|.*?\blm loss:\s*({_NUMBER})", re.IGNORECASE)
 _DEEPSPEED = re.compile(rf"\bsteps:\s*(\d+)\s+loss:\s*({_NUMBER})", re.IGNORECASE)
 _VALIDATION = re.compile(
@@ -39,7 +39,7 @@ class Loss:
     text: str | None = None
 
     def rounded_as(self, text: str) -> float:
-        """The value as it would have been printed where ``text`` was."""
+        """The value, rounded to the precision of ``text``."""
         if not math.isfinite(self.value):
             return self.value
         mantissa, exponent, _ = text.lower().partition("e")
@@ -52,16 +52,16 @@ class LossLog:
     """The losses of one run."""
 
     path: Path
-    #: the last line of each step, by step, from 1.
+    #: the last line of each step, by step number from 1.
     steps: dict[int, Loss]
-    #: (step that the run resumed from, steps that had been done beyond it).
+    #: (step that the run resumed from, steps beyond it that had been done).
     restarts: tuple[tuple[int, int], ...] = ()
-    #: the validation losses, by name of the set, then by step.
+    #: the validation losses, by name of the set and by step.
     validations: dict[str, dict[int, Loss]] = field(default_factory=dict)
 
     @property
     def exact(self) -> bool:
-        """Whether the losses are those of the run to the last bit."""
+        """Whether the log has the losses to the last bit."""
         return all(loss.text is None for loss in self.steps.values())
 
 
@@ -75,26 +75,26 @@ class LossDifference:
 
     @property
     def size(self) -> float:
-        """How far apart the two losses are; NaN if only one of them is a number."""
+        """The absolute difference of the two losses; NaN if only one of them is a number."""
         return abs(self.first - self.second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossComparison(Answer):
-    """Two runs, over the steps that both logs have."""
+    """A comparison of two runs, over the steps in both logs."""
 
     logs: tuple[LossLog, LossLog] = live()
     steps: int
-    #: steps with one loss, bit for bit (as far as the logs print it).
+    #: steps with the same loss, bit for bit (as far as the logs print it).
     equal: int
     #: whether both logs are exact.
     exact: bool
     first_difference: LossDifference | None
     largest_difference: LossDifference | None
-    #: steps that one log has and the other has not.
+    #: steps that only the first log has, and only the second.
     only_first: int
     only_second: int
-    #: the largest difference that is allowed.
+    #: the largest allowed difference.
     tolerance: float
 
     @told
@@ -105,7 +105,7 @@ class LossComparison(Answer):
 
 
 def read_losses(path: str | Path) -> LossLog:
-    """Read a log of any kind.
+    """Read a log in any of the formats.
 
     Raises:
         UsageError: no such file, or no loss in it.
@@ -121,7 +121,7 @@ def read_losses(path: str | Path) -> LossLog:
                 if kind == "validation" and loss is not None:
                     validations.setdefault(name, {})[step] = loss
                     continue
-                # Behind a start, or where a log has none: at the first step that comes again.
+                # After a start line; or, in a log without them, from the first repeated step.
                 at = step if kind == "start" else step - 1
                 if (kind == "start" and last) or at < last:
                     restarts.append((at, max(last - at, 0)))
@@ -174,7 +174,7 @@ def _record(line: str) -> tuple[str, int, str, Loss | None] | None:
             return kind, step, "", None
         exact = float.fromhex(record["loss_hex"])
     except (ValueError, KeyError, TypeError):
-        return None  # a line that a kill cut short, or another program's
+        return None  # a line truncated by a kill, or another program's
     return kind, step, str(record.get("set", "valid")), Loss(value=exact)
 
 
@@ -183,7 +183,7 @@ def _printed(text: str) -> Loss:
 
 
 def compare_losses(first: LossLog, second: LossLog, *, tolerance: float) -> LossComparison:
-    """Compare two runs step by step. Where one log is printed, the other is rounded as it prints."""
+    """Compare two runs step by step. If one log has rounded losses, the other's are rounded in the same way."""
     both = sorted(first.steps.keys() & second.steps.keys())
     pairs = [(step, *_comparable(first.steps[step], second.steps[step])) for step in both]
     found = [LossDifference(*p) for p in pairs if p[1] != p[2] and not (math.isnan(p[1]) and math.isnan(p[2]))]
@@ -194,7 +194,7 @@ def compare_losses(first: LossLog, second: LossLog, *, tolerance: float) -> Loss
         equal=len(both) - len(found),
         exact=first.exact and second.exact,
         first_difference=found[0] if found else None,
-        # NaN against a number is the largest of differences.
+        # NaN against a number counts as the largest difference.
         largest_difference=max(found, key=lambda d: (math.isnan(d.size), d.size), default=None),
         only_first=len(first.steps.keys() - second.steps.keys()),
         only_second=len(second.steps.keys() - first.steps.keys()),

@@ -1,7 +1,7 @@
-"""Checks of a machine (versions, CUDA, apex, shared memory) and of the filesystem of a checkpoint directory.
+"""Checks a machine (versions, CUDA, apex, shared memory) and the filesystem of a checkpoint directory.
 
-Nothing of the environment is imported: files and metadata say it. Of the filesystem: what kind, whether it can be
-written, whether locks hold, and whether a checkpoint fits.
+Versions come from files and metadata, without importing the packages. For the filesystem: its kind, and whether it can
+be written, locks work, and a checkpoint fits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaresume.runs.answer import Check, Status
 _machine = partial(Check, "environment")
 _filesystem = partial(Check, "filesystem")
 
-#: package: (oldest that megaresume declares, newest that its tests ran with), see docs/tried.md.
+#: package: (oldest version that megaresume declares, newest that its tests ran with), see docs/tried.md.
 TESTED = {
     "torch": ("2.4", "2.13.0"),
     "deepspeed": ("0.16", "0.19.8"),
@@ -33,7 +33,7 @@ TESTED = {
 _PYTHON = ((3, 11), (3, 13))
 #: oldest driver for each major version of CUDA, from NVIDIA's table of minor version compatibility.
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-#: bytes; what containers give by default is 64 MiB, which dataloader workers fill at once.
+#: bytes; containers have 64 MiB by default, which dataloader workers fill at once.
 _SHARED_MEMORY = 1 << 30
 
 
@@ -60,7 +60,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def version_check(name: str, version: str) -> Check:
-    """Compare a version with those of `TESTED`."""
+    """Compare a version with `TESTED`."""
     oldest, newest = TESTED[name]
     if _numbers(version) < _numbers(oldest):
         return _machine(
@@ -183,7 +183,7 @@ def _build_locks() -> list[Check]:
 
 # -- the filesystem
 
-#: The program with which a second process tries a lock that this one holds.
+#: The program by which a second process tries to take a lock that this one holds.
 _TRY = (
     "import fcntl, sys\n"
     "file = open(sys.argv[1], 'r+')\n"
@@ -199,9 +199,9 @@ def filesystem_checks(directory: Path, newest: int | None, num_files: int | None
     """Check the filesystem of a directory. Writes one small file there, and deletes it.
 
     Args:
-        directory: it must be there.
-        newest: bytes of the newest checkpoint; None if there is none.
-        num_files: of it.
+        directory: must exist.
+        newest: size of the newest checkpoint in bytes; None if there is none.
+        num_files: the number of its files.
     """
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
@@ -281,7 +281,7 @@ def sync_check(kind: str, options: str, directory: Path) -> Check:
 
 
 def _locks(directory: Path) -> Check:
-    # The name of one of our temporary files: the next start clears it away, should this process be killed.
+    # Named like our temporary files: if this process is killed, the next start removes it.
     path = directory / f".doctor.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp"
     try:
         with open(path, "x") as file:

@@ -1,6 +1,6 @@
-"""A run in an object store, for commands that read a directory: its records, and a stand-in for every other file.
+"""Mirrors a run in an object store for commands that read a directory: its records, and placeholders for other files.
 
-What a command prints names the URL, not the directory. Reads only, needs no right to write, and takes no lease.
+Commands print the URL instead of the directory. Only reads, without write permission or lease.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 #: the commands whose directory may be a URL.
 _FROM_STORE = frozenset({"latest", "inspect", "verify", "trace", "plan", "doctor", "report", "top"})
-#: The flags that commands get there if none are given: the mirror shows one moment, and goes with the command.
+#: The flags that commands get with a URL if not given: the mirror shows one moment, and is deleted after the command.
 _DEFAULTS = {"top": ("--once",), "report": ("--output", "report.html")}
-#: The commands that need the run on a disk: they read the weights, or a program does.
+#: Commands that need the run on disk: they, or a program that they start, read the weights.
 _ON_DISK = frozenset({"convert", "replay"})
 _URL = re.compile(r"(?!https?:|file:)[a-z][a-z0-9+.-]*://.+")
 
 
 def url_in(words: Sequence[str]) -> int | None:
-    """Which word of a command line is the URL of a run; None: none is."""
+    """The index of the word of a command line that is a run's URL; None if there is none."""
     return next((number for number, word in enumerate(words) if _URL.fullmatch(word)), None)
 
 
 def defaults(command: str, words: Sequence[str]) -> tuple[str, ...]:
-    """The flags that are added to a command line that names a run in a store."""
+    """The flags to add to a command line with the URL of a run."""
     added = _DEFAULTS.get(command, ())
     return () if not added or any(word.split("=")[0] == added[0] for word in words) else added
 
 
 def check_command(command: str, url: str) -> bool:
-    """Whether a command may be given the URL of a run; False: what it means by a URL is its own affair.
+    """Whether a command can be given a run's URL; False: it handles URLs itself.
 
     Raises:
-        UsageError: it needs the files themselves.
+        UsageError: it needs the files on disk.
     """
     if command in _ON_DISK:
         raise UsageError(
@@ -57,17 +57,17 @@ def check_command(command: str, url: str) -> bool:
 
 
 class Renamed:
-    """A stream on which a directory that stands for another place has the name of that place: see `in_place`.
+    """A stream that writes another name instead of a directory's, as the directory stands for it: see `in_place`.
 
     Args:
-        out: where it goes.
+        out: the stream to write to.
     """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def write(self, text: str) -> int:
-        """Write, with the other name."""
+        """Write, with the name replaced."""
         self._out.write(in_place(text))
         return len(text)
 
@@ -76,7 +76,7 @@ class Renamed:
         self._out.flush()
 
     def isatty(self) -> bool:
-        """Whether people read it."""
+        """Whether it is a terminal."""
         return self._out.isatty()
 
     def fileno(self) -> int:
@@ -91,15 +91,15 @@ class Renamed:
 
 @contextlib.contextmanager
 def mirrored(url: str, *, whole: bool = False, ranks: bool = False) -> Iterator[str]:
-    """A directory with what a command needs of a run in a store, for as long as it runs.
+    """A temporary directory with what a command needs of a run in a store.
 
     Args:
         url: ``s3://bucket/run``, or a tag directory in it.
-        whole: with the content of all files, to compare their checksums: as much room as they take.
-        ranks: with that of the files that each rank added.
+        whole: download all files completely, to compare checksums: takes as much space as they do.
+        ranks: download the files that each rank added completely.
 
     Raises:
-        UsageError: there is nothing.
+        UsageError: the URL has no run.
         SetupError: the store does not answer, or refuses.
     """
     root_url, _, last = url.rstrip("/").rpartition("/")
@@ -132,7 +132,7 @@ def mirrored(url: str, *, whole: bool = False, ranks: bool = False) -> Iterator[
             try:
                 yield str(root / last if is_tag else root)
             except OSError as refused:
-                if refused.filename is not None:  # a full disk names none
+                if refused.filename is not None:  # not set if the disk is full
                     refused.filename = in_place(str(refused.filename))
                 raise
             finally:
@@ -140,8 +140,7 @@ def mirrored(url: str, *, whole: bool = False, ranks: bool = False) -> Iterator[
 
 
 def _fill(mirror: Mirror, head: Head, *, whole: bool) -> None:
-    """The files of ranks of complete checkpoints, or all files, as the store gives them: what is wrong with them is
-    for others to say."""
+    """Download the files of ranks of complete checkpoints, or all files, as the store returns them, without checks."""
     for saved in head.saves:
         manifest = read_manifest(manifest_path(mirror.root, saved.iteration, saved.tag))
         files = manifest.files if whole else ()

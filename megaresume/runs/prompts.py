@@ -1,8 +1,8 @@
-"""What became of every prompt of reinforcement learning: `verify`, `trace --find`, `report` and `top`, if there is a
-ledger of prompts (`megaresume.Prompts`).
+"""What happened to every prompt of reinforcement learning, for `verify`, `trace --find`, `report` and `top`, if there
+is a ledger of prompts (`megaresume.Prompts`).
 
-The ledger alone must hold: every ordinal trained at one step, dropped for one reason, or in flight. And every state of
-the prompts that lies beside a checkpoint must be one that the ledger led to.
+The ledger itself must be consistent: every ordinal is trained at one step, dropped for one reason, or in flight. And
+every state of the prompts beside a checkpoint must follow from the ledger.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megaresume.stream.in_flight_text import from_runs, unpacked
 
 @dataclass(kw_only=True, slots=True)
 class PromptProof(Answer):
-    """What the ledger of prompts and the states beside the checkpoints prove."""
+    """The result of checking the ledger of prompts and the states beside the checkpoints."""
 
     dir: Path
     #: where the account ends: at the newest checkpoint, or with the last line of the ledger.
@@ -33,30 +33,30 @@ class PromptProof(Answer):
     in_flight: int
     #: the number of prompts dropped, by reason.
     dropped: dict[str, int]
-    #: settled before the ledger began, of which nothing else is known.
+    #: settled before the ledger began; nothing else is known about them.
     before: int
-    #: rollouts that were trained, by how many versions the weights were newer than those that made them. Of those only
-    #: whose version was told.
+    #: number of trained rollouts, by how many versions newer the weights were than those that made them; only rollouts
+    #: with a known version.
     staleness: dict[int, int]
-    #: prompts that were trained, by step.
+    #: prompts trained, by step.
     steps: dict[int, int]
-    #: checkpoints of which the state is as the ledger says; and of which it was taken without a ledger.
+    #: checkpoints whose state agrees with the ledger; and those whose state was taken without a ledger.
     states: int
     unproved: int
-    #: what is wrong, in words; lines that a kill has torn are not.
+    #: what is wrong, in words; lines torn by a kill do not count.
     problems: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
-    #: the end of each prompt that was asked for, by ordinal.
+    #: what happened to each prompt that was asked for, by ordinal.
     found: dict[int, str] | None = optional()
 
     @told
     def holds(self) -> bool:
-        """Whether every prompt is accounted for once."""
+        """Whether every prompt is accounted for exactly once."""
         return not self.problems
 
 
 def has_prompts(directory: Path) -> bool:
-    """Whether a directory belongs to a run with prompts."""
+    """Whether the run in a directory has prompts."""
     return (directory / PROMPTS).is_file()
 
 
@@ -64,12 +64,12 @@ def prove(directory: Path, find: str | None = None) -> PromptProof:
     """Read the ledger, and every ``*/prompts.json`` beside a checkpoint.
 
     Args:
-        directory: of the run.
-        find: ordinals, with commas.
+        directory: the run's.
+        find: ordinals, separated by commas.
 
     Raises:
-        StateError: there is nothing to prove, or a line is missing.
-        UsageError: no ordinals.
+        StateError: there is no ledger, or a line is missing.
+        UsageError: ``find`` has no ordinals.
     """
     history = PromptHistory.read(directory / PROMPTS)
     found = {path: _state(path) for path in sorted(directory.glob(f"*/{STATE}"))}
@@ -163,7 +163,7 @@ def text(proof: PromptProof) -> str:
 
 
 def counts_of(proof: PromptProof) -> str:
-    """How many prompts were trained, dropped and are in flight, in words."""
+    """The numbers of prompts trained, dropped and in flight, in words."""
     dropped = ", ".join(f"{count:,} dropped ({reason})" for reason, count in sorted(proof.dropped.items()))
     words = f"{proof.prompts:,} issued: {proof.trained:,} trained, {proof.in_flight:,} in flight"
     words += f", {dropped or '0 dropped'}"
@@ -178,7 +178,7 @@ def staleness_of(proof: PromptProof) -> str:
 
 
 def prompts_page(proof: PromptProof) -> str:
-    """The page of `report`."""
+    """The HTML page of `report`."""
     ages = [(str(age), f"{count:,}") for age, count in proof.staleness.items()]
     rows = [("trained", f"{proof.trained:,}"), ("in flight", f"{proof.in_flight:,}")]
     rows += [(f"dropped: {reason}", f"{count:,}") for reason, count in sorted(proof.dropped.items())]

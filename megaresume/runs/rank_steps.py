@@ -1,6 +1,6 @@
-"""Reads what the ranks wrote down: files of `megaresume.checkpoint.records.rank_log`, or that of the reference program.
+"""Reads the ranks' own records: files of `megaresume.checkpoint.records.rank_log`, or the reference program's file.
 
-A run that went back to a checkpoint has lines of what it lost; what the next launch does again counts.
+A run that went back to a checkpoint also has lines of lost steps; the next launch repeats these, and its lines count.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaresume.stream.batches import Balance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.state import is_version
 
-#: steps without a line that are named, of one launch: a faulty writer may give any number to a step.
+#: limit on missing steps listed for one launch: a faulty writer may number steps at will.
 _MOST_GAPS = 10_000
 
 _NAME = re.compile(r"rank_\d+(_chunk_\d+)?\.jsonl")
@@ -29,36 +29,36 @@ _NAME = re.compile(r"rank_\d+(_chunk_\d+)?\.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStep:
-    """What one process wrote down about one step."""
+    """What one process recorded about one step."""
 
     step: int
-    #: the rank of the process in the job; None if the line is of all ranks together.
+    #: the rank of the process in the job; None if the line covers all ranks.
     rank: int | None
-    #: data-parallel rank and size, and samples of a micro-batch; None if the line does not say.
+    #: data-parallel rank and size, and samples in a micro-batch; None if the line does not say.
     dp_rank: int | None
     dp: int | None
     micro_batch_size: int | None
-    #: [first, stop) samples, in the order in which they were handed out; or those of the whole step, of which this rank
-    #: had its part (``part``).
+    #: [first, stop) samples, in the order in which they were handed out; or all samples of the step, of which this rank
+    #: had a part (``part``).
     samples: tuple[tuple[int, int], ...]
-    #: hash over the samples' identities; over their tokens (None if not recorded). 16 hex digits.
+    #: hash of the samples' identities; of their tokens (None if not recorded). 16 hex digits.
     order: str
     content: str | None
-    #: whether ``content`` is of their loss masks, too.
+    #: whether ``content`` includes the loss masks.
     masks: bool = False
-    #: token at places without a document.
+    #: token at positions without a document.
     pad_id: int = 0
-    #: the rule by which the samples of the step were dealt to the ranks; None: as they come.
+    #: the rule that dealt the samples of the step to the ranks; None: in order.
     balance: Balance | None = None
     part: bool = False
-    #: whether the model's own forward was seen to get these samples; else they are those that were handed out.
+    #: whether the model's forward was seen to get these samples; otherwise they are those handed out.
     seen: bool = False
-    #: whether the step was dealt out by `in_even_parts`, as where replicas leave and join.
+    #: whether `in_even_parts` dealt out the step, as when replicas leave and join.
     evenly: bool = False
 
     @property
     def who(self) -> str:
-        """The process in words."""
+        """The name of the process, in words."""
         if self.rank is None:
             return "all ranks" if self.dp_rank is None else f"data-parallel rank {self.dp_rank}"
         return f"rank {self.rank}" + ("" if self.rank == self.dp_rank else f" (data-parallel rank {self.dp_rank})")
@@ -68,25 +68,25 @@ class RankStep:
 class RankSteps:
     """The log of a run, over all of its launches."""
 
-    #: the lines of each step on the path to the present.
+    #: the lines of each step that counts.
     steps: dict[int, tuple[RankStep, ...]]
-    #: (lines of a step that was lost, sample at which the launch went on that lost them).
+    #: (lines of a lost step, first sample of the launch that went back before it).
     lost: tuple[tuple[RankStep, int], ...]
-    #: lines that cannot be used, in words; damaged ones first.
+    #: unusable lines, described in words; damaged ones first.
     problems: tuple[str, ...] = ()
-    #: the number of lines that were changed after they were written.
+    #: the number of lines that were altered after they were written.
     damaged: int = 0
-    #: the last step of each launch: where a kill came, not every rank has its line.
+    #: the last step of each launch: after a kill, not every rank has a line for it.
     last_steps: frozenset[int] = frozenset()
-    #: steps of which no rank has a line, though the launch that made them has lines of later ones.
+    #: steps without a line of any rank, although the same launch has lines of later steps.
     gaps: tuple[int, ...] = ()
 
 
 def read_rank_steps(path: str | Path) -> RankSteps:
-    """Read a directory of ranks' files, or the one file of the reference pretraining program.
+    """Read a directory of ranks' files, or the file of the reference pretraining program.
 
     Raises:
-        UsageError: there is no such thing, or it holds no step.
+        UsageError: no such file or directory, or it has no steps.
         NewerFormatError: it was written by a newer megaresume.
     """
     path = Path(path)
@@ -139,48 +139,51 @@ def read_rank_steps(path: str | Path) -> RankSteps:
 
 
 def _between(first: int, written: set[int]) -> Iterator[int]:
-    """The steps after the first that are not written, though later ones are."""
+    """The steps after ``first`` that are missing, although later ones were written."""
     for before, after in itertools.pairwise([first, *sorted(step for step in written if step > first)]):
         yield from range(before + 1, after)
 
 
 @dataclass
 class _Launch:
-    """A start, of all ranks together."""
+    """A start of all ranks together."""
 
     step: int
     samples: int
     lines: list[RankStep]
-    #: lines of steps of which it was not decided yet whether they count.
+    #: lines of steps not yet known to count.
     votes: list[RankStep] = field(default_factory=list)
-    #: for processes that were in another launch before: which, and its last step there. Where replicas leave and join.
+    #: with replicas that leave and join: for each process that was in another launch before, which one, and its last
+    #: step.
     came_from: list[tuple[Key, int]] = field(default_factory=list)
 
     def count_votes(self, reached: int) -> None:
-        """A step counts if one replica says so: what the others had voted for is in its gradients. One that died in
-        between, or did not hear of it, has no other line.
+        """Decide which of the steps with votes count: those that one replica says were committed.
+
+        The gradients then include what the others had computed, although a replica that died in between, or was not
+        told, has no other line.
 
         Args:
-            reached: the step after which the next launch goes on. Those up to it count, too: all who had trained the
-                last one may have died, and a replica that was being healed may have committed it.
+            reached: the step after which the next launch continues. Steps up to it count too: all replicas that had
+                trained the last one may have died after a replica that was being healed committed it.
         """
         decided, known = {line.step for line in self.lines}, {(line.step, line.rank) for line in self.lines}
-        last = {(line.step, line.rank): line for line in self.votes}  # a step may be tried again
+        last = {(line.step, line.rank): line for line in self.votes}  # a step may be retried
         self.lines += [
             line for key, line in last.items() if key not in known and (line.step in decided or line.step <= reached)
         ]
 
 
-#: (launch, how often its process has begun again in it).
+#: (launch, number of restarts of its process within it).
 Key = tuple[int, int]
 
 
 def _path(launches: Mapping[Key, _Launch]) -> list[Key]:
-    """The launches that led to the present, in order: all of them, but where replicas leave and join.
+    """The launches whose steps count, in order: all of them, unless replicas leave and join.
 
-    There, each has the members of one quorum, and there may be two at a time: a lighthouse that was started again
-    knows of nobody, and a replica that asks first may go on alone. What it makes is lost when it joins the others.
-    A launch goes on from the one in which a member had made just the steps before it; if none had, from the last one.
+    In that case, a launch has the members of one quorum, and two may run at a time: a restarted lighthouse knows of
+    nobody, and the first replica that asks may continue alone. Its steps are lost when it joins the others. A launch
+    continues the one in which a member had made exactly the previous steps; if there is none, the last one.
     """
     keys = sorted(launches)
     path: list[Key] = []
@@ -196,12 +199,11 @@ def _path(launches: Mapping[Key, _Launch]) -> list[Key]:
 def lines_of(
     path: Path, problems: list[tuple[bool, str]]
 ) -> Iterator[tuple[Key, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """Read the lines of a rank: its launch, the fields of its start there, and those of a step; None: of the start
-    itself.
+    """Read the lines of a rank: its launch, the fields of its start line, and those of a step (None for a start line).
 
     Args:
-        path: of its file.
-        problems: told of every line that cannot be used: whether it was changed after it was written, and in words.
+        path: the rank's file.
+        problems: gets every unusable line: whether it was altered after it was written, and a description.
 
     Raises:
         NewerFormatError: it was written by a newer megaresume.
@@ -218,8 +220,8 @@ def lines_of(
             problems.append((not error.cut, f"{path.name} line {number} {error}"))
             continue
         if fields["event"] == "start":
-            is_version(fields.get("version"), VERSION, "the log of samples", path)  # or it raises
-            # A process that loads another checkpoint, without being started again, begins once more.
+            is_version(fields.get("version"), VERSION, "the log of samples", path)  # raises for a newer version
+            # A process that loads another checkpoint writes a start line again without being restarted.
             again = again + 1 if start is not None and start["launch"] == fields["launch"] else 0
             start = fields
             yield (int(fields["launch"]), again), start, None
@@ -263,7 +265,7 @@ def _read_file(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bo
 
 
 def _read_gathered(path: Path, launches: dict[Key, _Launch], problems: list[tuple[bool, str]]) -> None:
-    """Rank 0 of the reference program writes for all: a line a step, the hashes of the ranks within."""
+    """Rank 0 of the reference program writes for all ranks: one line per step, with each rank's hashes."""
     number = 0
     lines = path.read_bytes().split(b"\n")
     for at, line in enumerate(lines, start=1):

@@ -1,9 +1,9 @@
-"""``megaresume replay RUN --step N -- COMMAND``: a step again, by the run's own program, and what is different.
+"""``megaresume replay RUN --step N -- COMMAND``: repeats a step with the run's own program, and compares it.
 
-choose    the newest complete checkpoint before step N, on the path to the present
-launch    COMMAND, the user's own, with `megaresume.batches.masked.REPLAY_VARIABLE` in its environment: its processes
-          load that checkpoint, train to step N, save nothing, and end. They write into a directory beside the run
-compare   each step with what the run recorded: `megaresume.runs.replayed_steps`
+choose    the newest complete checkpoint before step N, on the branch that counts
+launch    COMMAND, given by the user, with `megaresume.batches.masked.REPLAY_VARIABLE` in its environment: its processes
+          load that checkpoint, train to step N, save nothing, and end. They write into a directory outside the run
+compare   each step with the run's record: `megaresume.runs.replayed_steps`
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageErro
 
 log = logging.getLogger(__name__)
 
-#: Whether what follows ``--`` on the command line is a command of the user's.
+#: Tells the command line that a user's command follows ``--``.
 LAUNCHES = True
-#: What was compared, if it was only the numbers of samples.
+#: Shown if only the numbers of samples were compared.
 NUMBERS = "samples are compared by their numbers: not what they held, nor what was drawn for them (masks, augmentation)"
-#: The name of the file with the request, in the directory of the replay.
+#: The file with the request, in the directory of the replay.
 ASKED = "replay.json"
 
 
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay steps of a run, or compare a replay that was made."""
+    """Replay steps of a run, or compare a finished replay."""
     root, _ = split_root(args.dir)
     run = Run(root)
     first, stop = (args.step, args.step + 1) if args.steps is None else number_range("--steps", args.steps, 1)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checkpoint_before(run: Run, step: int) -> Choice | None:
-    """The newest complete checkpoint of fewer steps, on the path to the present; None if there is none.
+    """The newest complete checkpoint with fewer steps, on the branch that counts; None if there is none.
 
     Args:
         run: the run.
@@ -135,11 +135,11 @@ def checkpoint_before(run: Run, step: int) -> Choice | None:
 
 
 def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped: Sequence[tuple[str, int]]) -> Replay:
-    """Prepare what is to be trained again, and its directory.
+    """Prepare a replay and its directory.
 
     Raises:
-        UsageError: the run has not come to that step; or the directory lies in that of the run, or is not empty.
-        CheckpointError: no checkpoint before the step is left, or there was never one.
+        UsageError: the run has not reached that step; or the directory is inside the run's, or not empty.
+        CheckpointError: no checkpoint before the step exists.
     """
     entries = run.ledger.entries
     pulse = read_pulse(meter_dir(run.root))
@@ -182,7 +182,7 @@ def _prepared(run: Run, first: int, last: int, args: argparse.Namespace, skipped
 
 
 def _directory(root: Path, step: int, asked: Path | None) -> Path:
-    """The directory of the replay, made: empty, and not in that of the run."""
+    """Create the directory of the replay; it must be empty, and outside the run's."""
     if asked is not None:
         out = Path(os.path.abspath(asked))
         if out.resolve().is_relative_to(root.resolve()):
@@ -222,13 +222,13 @@ def _directory(root: Path, step: int, asked: Path | None) -> Path:
 
 
 def check_environment(words: Sequence[str]) -> None:
-    """Refuse a launcher that would start processes on other nodes without our variable: they would train the run on.
+    """Refuse a launcher that starts processes on other nodes without our variable: they would continue the run.
 
     Args:
         words: the command.
 
     Raises:
-        UsageError: it is one.
+        UsageError: it is such a launcher.
     """
     is_mpi = any(os.path.basename(word) in ("mpirun", "orterun") for word in words)
     if is_mpi and "-genvall" not in words and not any(REPLAY_VARIABLE in word for word in words):
@@ -248,7 +248,7 @@ def check_skipped(run: Run, skipped: Sequence[tuple[str, int]]) -> None:
         skipped: (source, document) of each.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: names the first one.
     """
     if not skipped:
         return
@@ -273,7 +273,7 @@ def check_skipped(run: Run, skipped: Sequence[tuple[str, int]]) -> None:
 
 
 def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last: int) -> None:
-    """Refuse documents that are in none of the steps that are to be trained again: nothing would be left out.
+    """Refuse documents that occur in none of the steps to replay: leaving them out would change nothing.
 
     Args:
         run: the run.
@@ -281,7 +281,7 @@ def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last
         first, last: the steps, both included.
 
     Raises:
-        UsageError: naming them.
+        UsageError: names them.
     """
     absent = dict.fromkeys(skipped)
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
@@ -292,7 +292,7 @@ def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last
                 found = zip(piece.column("source").tolist(), piece.column("document").tolist(), strict=True)
                 for place in {(piece.names[source], document) for source, document in found}.intersection(absent):
                     del absent[place]
-    except (MegaresumeError, OSError) as error:  # the corpora may be on other nodes alone
+    except (MegaresumeError, OSError) as error:  # the corpora may only be on other nodes
         words = error.headline if isinstance(error, MegaresumeError) else error
         log.warning("megaresume: it is not known whether the documents are in %s: %s", steps, words)
         return
@@ -308,12 +308,11 @@ def check_present(run: Run, skipped: Sequence[tuple[str, int]], first: int, last
 
 
 def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:
-    """The environment of the command: with the variable, also for the processes that deepspeed starts on other
-    nodes."""
+    """The command's environment with the variable, also for processes that deepspeed starts on other nodes."""
     out = Path(replay.out)
     found = {**os.environ, REPLAY_VARIABLE: os.fspath(out / ASKED)}
     if any(os.path.basename(word) == "deepspeed" for word in words):
-        name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")  # what it hands on: deepspeed/launcher/runner.py
+        name = os.environ.get("DS_ENV_FILE", ".deepspeed_env")  # read by deepspeed/launcher/runner.py
         files = [directory / name for directory in (Path.home(), Path.cwd())]
         lines = [line for file in dict.fromkeys(files) if file.is_file() for line in file.read_text().splitlines()]
         found["DS_ENV_FILE"] = os.fspath(out / "environment")
@@ -322,11 +321,11 @@ def _environment(replay: Replay, words: Sequence[str]) -> dict[str, str]:
 
 
 def _launch(run: Run, replay: Replay, words: Sequence[str], *, quiet: bool) -> int:
-    """Start the user's command, and wait for its end: its exit status.
+    """Run the user's command, and return its exit status.
 
     Raises:
         UsageError: it cannot be started.
-        CheckpointError: no process of it knew that it was a replay.
+        CheckpointError: none of its processes noticed that it was a replay.
     """
     starts = _starts(run.root)
     print(replay.line(), file=sys.stderr, flush=True)
@@ -358,7 +357,7 @@ def _starts(root: Path) -> int:
 
 
 def _made(args: argparse.Namespace) -> Replay:
-    """A replay that was made before."""
+    """A finished replay."""
     path = None if args.out is None else args.out / ASKED
     if path is None or not path.is_file():
         raise UsageError(
@@ -375,38 +374,38 @@ def _made(args: argparse.Namespace) -> Replay:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison(Answer):
-    """Steps of a run, and the same steps trained again."""
+    """A comparison of steps of a run with their replay."""
 
     dir: Path
-    #: the directory in which the replay recorded its steps.
+    #: the directory where the replay recorded its steps.
     out: Path
-    #: the checkpoint that was loaded; None: it began as the run began.
+    #: the loaded checkpoint; None: the replay started from the beginning.
     tag: str | None
-    #: the steps that were asked for, both included.
+    #: the requested steps, both included.
     first: int
     last: int
     #: the exit status of the user's command.
     program_status: int
-    #: largest relative difference that is allowed.
+    #: largest allowed relative difference.
     tolerance: float
-    #: documents whose loss was not taken: then losses differ, and the samples do not.
+    #: documents left out of the loss: then losses differ, and samples do not.
     skipped: Sequence[str]
     steps: Sequence[StepAgain]
 
     @told
     def holds(self) -> bool:
-        """Whether every step was made again, and is what the run recorded, as far as it did."""
+        """Whether every step was repeated and agrees with the run's record, as far as there is one."""
         is_all = [one.step for one in self.steps] == [*range(self.first, self.last + 1)]
         return is_all and not self.program_status and self.first_difference is None
 
     @told
     def first_difference(self) -> int | None:
-        """The first step that is different; None if none is."""
+        """The first step that differs; None if there is none."""
         return next((one.step for one in self.steps if not self._same(one)), None)
 
     @told
     def compared(self) -> Mapping[str, int]:
-        """Steps of which the run has recorded the samples, the loss, the gradient norm."""
+        """The number of steps for which the run recorded the samples, the loss, and the gradient norm."""
         return {
             "samples": sum(one.same_samples is not None for one in self.steps),
             "losses": sum(one.loss_difference is not None for one in self.steps),

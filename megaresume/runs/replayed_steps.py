@@ -1,10 +1,11 @@
-"""What a replay did, step by step, beside what its run recorded: the samples by their digest, losses, gradient norms.
+"""Compares the steps of a replay with the run's record: samples by their digest, losses, gradient norms.
 
-    of both    meter/rank_*.jsonl   each process: loss and norm of a step, losses of the segments; digests
-    of the run ledger.jsonl         digests of its checkpoints; otherwise its stream is planned again
+    of both    meter/rank_*.jsonl   per process: loss and norm of a step, losses of the segments; digests
+    of the run ledger.jsonl         digests of its checkpoints; without one, its stream is planned again
 
-Losses of segments (``meter.losses``) are compared sample by sample, whoever trained them. Losses of processes are
-compared process by process, bit for bit; if there are not as many, only their means are, within ``--tolerance``.
+Losses of segments (``meter.losses``) are compared sample by sample, whichever process trained them. Losses of processes
+are compared process by process, bit for bit; with another number of processes, only their means, within
+``--tolerance``.
 """
 
 from __future__ import annotations
@@ -37,33 +38,33 @@ SumsOfSample = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepAgain:
-    """A step that was trained again. None: nobody wrote it down."""
+    """A replayed step. None: not recorded."""
 
     step: int
-    #: the digest of all samples trained with the step, 16 hex digits.
+    #: the digest of all samples up to and with the step, 16 hex digits.
     digest: str | None
     recorded_digest: str | None
-    #: the loss by token, if both have the losses of all its segments; else the mean of the processes.
+    #: the loss per token, if both have the losses of all its segments; otherwise the mean over processes.
     loss: float | None
     recorded_loss: float | None
     norm: float | None
     recorded_norm: float | None
-    #: whether every loss and the norm that both have are the same, bit for bit; None: there is none.
+    #: whether every loss and norm in both is the same, bit for bit; None: there is none to compare.
     bitwise: bool | None
 
     @told
     def same_samples(self) -> bool | None:
-        """Whether it has trained the same samples, by their numbers."""
+        """Whether the same samples were trained, by number."""
         return None if None in (self.digest, self.recorded_digest) else self.digest == self.recorded_digest
 
     @told
     def loss_difference(self) -> float | None:
-        """Relative to the larger of the two."""
+        """The difference relative to the larger of the two."""
         return relative(self.loss, self.recorded_loss)
 
     @told
     def norm_difference(self) -> float | None:
-        """Relative to the larger of the two."""
+        """The difference relative to the larger of the two."""
         return relative(self.norm, self.recorded_norm)
 
 
@@ -82,7 +83,7 @@ def _bits(number: float) -> bytes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A step, as the processes of one start wrote it down."""
+    """A step as recorded by the processes of one start."""
 
     ranks: Mapping[int, Made]
 
@@ -109,7 +110,7 @@ class _Step:
 
 
 def read_steps(root: Path) -> dict[int, _Step]:
-    """The steps of a run, as its processes wrote them down; of one that was made again, the last start's.
+    """The steps of a run as recorded by its processes; of a repeated step, only the last start's record.
 
     Args:
         root: the checkpoint root.
@@ -130,15 +131,15 @@ def read_steps(root: Path) -> dict[int, _Step]:
 
 
 def compare_steps(run: Run, out: Path, first: int, last: int) -> list[StepAgain]:
-    """Compare what a replay has recorded with its run.
+    """Compare the steps of a replay with its run.
 
     Args:
-        run: that was replayed.
+        run: the run that was replayed.
         out: where the replay recorded its steps: see `Replay.out`.
-        first, last: the steps that are wanted, both included.
+        first, last: the requested steps, both included.
 
     Returns:
-        the steps that the replay has made, in their order.
+        the replayed steps, in order.
     """
     again, before = read_steps(out), read_steps(run.root)
     begins = {
@@ -167,15 +168,15 @@ def _compared(
 
     Args:
         step: its number.
-        replayed, recorded: what both have written down of it.
-        segments: the losses of its segments; None: one of them lacks some.
-        recorded_digest: of the run's records.
+        replayed, recorded: the replay's record of it and the run's.
+        segments: the losses of its segments; None: one of the two lacks some.
+        recorded_digest: the digest in the run's records.
     """
     losses, recorded_losses = [*replayed.losses.values()], [*recorded.losses.values()]
     same: list[bool] = []
     if segments is not None:
         same.append(segments.is_same)
-    # Of other ranks, the losses by process say less than the segments.
+    # With another number of ranks, the losses by process are worth less than the segments.
     if losses and recorded_losses and (segments is None or len(losses) == len(recorded_losses)):
         same.append([*map(_bits, losses)] == [*map(_bits, recorded_losses)])
     if replayed.norm is not None and recorded.norm is not None:
@@ -194,19 +195,19 @@ def _compared(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Segments:
-    """The losses of all segments of a step, in a replay and in its run."""
+    """The losses of all segments of a step, in a replay and its run."""
 
-    #: the loss by token; None: none counts.
+    #: the loss per token; None: no token counts.
     loss: float | None
     recorded_loss: float | None
-    #: whether the losses are equal bit for bit.
+    #: whether the losses are equal, bit for bit.
     is_same: bool
 
     @classmethod
     def of(
         cls, samples: range, sums: Mapping[int, SumsOfSample], recorded_sums: Mapping[int, SumsOfSample]
     ) -> _Segments | None:
-        """Compare the losses of some samples; None: one of the two has not written down all of them."""
+        """Compare the losses of some samples; None: one of the two lacks the record of some."""
         if not samples or not all(n in sums and n in recorded_sums for n in samples):
             return None
         return cls(
@@ -222,20 +223,20 @@ def _by_token(sums: Mapping[int, SumsOfSample], samples: range) -> float | None:
 
 
 def _digests(run: Run, before: Mapping[int, _Step], ends: Mapping[int, int], begin: int) -> dict[int, str]:
-    """The digest of each step, by the records of the run.
+    """The digest of each step, from the run's records.
 
     Args:
         run: the run.
         before: its steps.
-        ends: step -> samples trained with it.
-        begin: samples trained before the first of them.
+        ends: step -> samples trained up to and with it.
+        begin: samples trained before the first step.
     """
     found = {step: one.digest for step, one in before.items() if one.digest is not None}
     found |= {point.iteration: point.digest for point in _points(run)}
     missing = [step for step in ends if step not in found]
     if not missing:
         return found
-    with contextlib.suppress(MegaresumeError, OSError):  # then it is not known
+    with contextlib.suppress(MegaresumeError, OSError):  # otherwise unknown
         replan = Replan(run.history, open_corpora(run.root, run.history.state, data=None, split=None))
         for planned in replan.plans(begin, max(ends.values())):
             plan = planned.plan

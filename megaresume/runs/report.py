@@ -1,8 +1,8 @@
-"""``megaresume report DIR``: what became of a run, as one HTML page, from the records beside its checkpoints.
+"""``megaresume report DIR``: the story of a run as one HTML page, from the records beside its checkpoints.
 
     ledger.jsonl, step_*.json  ->  `collect` (report_facts.py)  ->  `RunFacts`  ->  --json, or a page (`run_page`)
 
-Of a run of reinforcement learning with a ledger of its prompts: what became of those, in prompts.py.
+For a reinforcement learning run with a ledger of its prompts, the page of prompts.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megaresume.runs.report_facts import RunFacts, RunSource, RunStage, collect
 from megaresume.runs.report_figures import parts_of_page
 from megaresume.stream.errors import SetupError
 
-#: The most changes of membership that are shown: the last ones.
+#: Most changes of membership to show: the last ones.
 MOST_MEMBERSHIPS = 50
 
 
@@ -62,7 +62,7 @@ def _write(output: Path, text: str) -> None:
 
 
 def run_page(facts: RunFacts) -> str:
-    """The page."""
+    """The HTML page."""
     fill = "" if facts.fill is None else f", {100 * facts.fill:.2f} % of all places hold a token"
     parts = [
         f"<h1>{escape(facts.dir)}</h1>",
@@ -139,7 +139,7 @@ def _start_rows(facts: RunFacts) -> list[tuple[str, ...]]:
 
 
 def _replicas(members: Sequence[Membership]) -> list[str]:
-    """The table of who trained together, if replicas leave and join."""
+    """The table of which replicas trained together, if replicas leave and join."""
     if not members:
         return []
     first = max(len(members) - MOST_MEMBERSHIPS, 0)
@@ -149,7 +149,7 @@ def _replicas(members: Sequence[Membership]) -> list[str]:
 
 
 def _mark(axes: Any, facts: RunFacts) -> None:
-    """Stages and restarts, on an axis of steps."""
+    """Mark stages and restarts on an axis of steps."""
     import numpy as np
 
     points = facts.points
@@ -232,7 +232,7 @@ def _losses(facts: RunFacts) -> str:
 
 
 def _exceptions(facts: RunFacts) -> list[str]:
-    """Everything that is not as the data config alone would have it."""
+    """Everything that deviates from the data config."""
     left_out, faults = facts.left_out, facts.faults
     lines = [f"<p>{escape(line)}</p>" for line in (*left_out.asked, *facts.overrides)]
     lines += [f"<p>passed over: {escape(words)}</p>" for words in left_out.documents]

@@ -1,7 +1,6 @@
-"""What became of a run, from the records beside its checkpoints: `RunFacts`, for its report.
+"""`RunFacts`: the story of a run for its report, from the records beside its checkpoints.
 
-No corpus is read, and nothing is planned again: points are states that were saved, some hundred of them, spread over
-the run.
+Reads no corpus and plans nothing again: the points are saved states, a few hundred of them, spread over the run.
 """
 
 from __future__ import annotations
@@ -23,32 +22,32 @@ from megaresume.stream.changes import outlook
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.state import StreamState
 
-#: States that are read, spread evenly; the newest is always among them.
+#: Most states to read, spread evenly and including the newest.
 MOST_POINTS = 300
-#: Losses that are drawn; of a longer log every n-th.
+#: Most losses to draw; of a longer log, every n-th.
 MOST_LOSSES = 4000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPoint:
-    """Where the run stood when a state was saved."""
+    """The position of the run when a state was saved."""
 
     step: int
     samples: int
     tokens: int
-    #: the number of tokens of each source.
+    #: the number of tokens drawn from each source.
     sources: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunInterval:
-    """What was drawn between two points."""
+    """The samples between two points."""
 
     #: the steps of the two points.
     steps: tuple[int, int]
     #: the share of the tokens, by source.
     share: dict[str, float]
-    #: the tokens of documents by the places for them; None: no sample.
+    #: tokens of documents divided by positions; None: no samples.
     fill: float | None
 
 
@@ -60,27 +59,27 @@ class RunStage:
     first_sample: int
     seq_length: int
     packing: str
-    #: the unit that the weights count.
+    #: the unit of the weights.
     unit: str
-    #: the weights of the sources, of 1.
+    #: the weights of the sources; they sum to 1.
     weights: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSource:
-    """A source, against its weight and its end."""
+    """A source, its weight, and how long it will last."""
 
     name: str
-    #: the weight, of 1.
+    #: the weight, as a fraction.
     weight: float
     documents: int
     tokens: int
     epoch: int
     epochs: float
-    #: pieces of this epoch that are still to come, and for how many samples they last; None: it is not drawn.
+    #: pieces left in this epoch, and for how many samples they last; None: it is not drawn from.
     remaining: int
     samples_left: int | None
-    #: documents that were passed over, and that are left out.
+    #: documents that were skipped, and that are left out.
     passed_over: int
     left_out_documents: int
     exhausted: bool
@@ -88,7 +87,7 @@ class RunSource:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStart:
-    """A start of the run, and the steps that it had to do again."""
+    """A start of the run, and the steps that had to be repeated."""
 
     time: str
     step: int
@@ -97,11 +96,11 @@ class RunStart:
     tag: str | None
     topology: Topology
     lost: int
-    #: whether a log says so; otherwise it is what was saved and then given up.
+    #: whether a log says so; otherwise only steps that were saved and then abandoned count.
     lost_is_exact: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The span as JSON."""
+        """The start as JSON."""
         return {
             "time": self.time,
             "step": self.step,
@@ -116,18 +115,18 @@ class RunStart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSkips:
-    """What somebody asked to leave out."""
+    """What the user asked to leave out."""
 
     samples: int
     ranges: list[tuple[int, int]]
-    #: each request to leave something out, in words.
+    #: each request, in words.
     asked: list[str]
     documents: list[str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts(Answer):
-    """What the records beside the checkpoints of a run tell."""
+    """The facts in the records beside the checkpoints of a run."""
 
     dir: str
     run: str | None
@@ -139,18 +138,18 @@ class RunFacts(Answer):
     saved: str
     fill: float | None
     stages: list[RunStage]
-    #: (first sample, samples a step).
+    #: (first sample, samples per step).
     batches: list[tuple[int, int]]
     sources: list[RunSource]
     points: list[RunPoint]
     intervals: list[RunInterval]
     starts: list[RunStart]
-    #: the replicas that trained together; none if replicas do not leave and join while the run goes on.
+    #: the replicas that trained together; empty if none leave and join while the run continues.
     memberships: list[Membership]
-    #: the number of checkpoints that were saved.
+    #: the number of saved checkpoints.
     checkpoints: int
     left_out: RunSkips
-    #: the faults as the state has them.
+    #: the faults in the state.
     faults: dict[str, Any]
     overrides: list[str]
     #: (step, loss); None: there is no log.
@@ -158,9 +157,9 @@ class RunFacts(Answer):
     #: the validation losses, by validation set.
     validations: dict[str, list[tuple[int, float]]]
     notes: list[str]
-    #: steps done since ``step``, and not saved, as far as they were noted; None: none are known.
+    #: steps done since ``step`` but not saved, as far as recorded; None: unknown.
     unsaved: int | None = optional()
-    #: the figures of a run that was measured, or whose position was noted.
+    #: the figures of a run that was measured, or whose position was recorded.
     figures: RunFigures | None = optional()
 
 
@@ -169,7 +168,7 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
 
     Args:
         run: the run.
-        log: its losses, if there is a log of them.
+        log: its losses, if there is a log.
 
     Raises:
         CheckpointError, StateError: see `Run.history`.
@@ -211,7 +210,7 @@ def _unsaved(run: Run, saved: int) -> int | None:
 
 
 def _points(history: History) -> list[RunPoint]:
-    """The points at which the run stood, from its beginning to its newest state."""
+    """The positions of the run, from its beginning to its newest state."""
     records = list(history.saved)
     stride = -(-len(records) // MOST_POINTS) or 1
     chosen = records[::-1][::stride][::-1]  # counted from the newest
@@ -226,7 +225,7 @@ def _points(history: History) -> list[RunPoint]:
 
 
 def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInterval:
-    """The interval between two points: what was drawn and how full the samples were."""
+    """Shares and fill between two points."""
     drawn = {name: tokens - before.sources.get(name, 0) for name, tokens in after.sources.items()}
     total = sum(drawn.values())
     return RunInterval(
@@ -237,7 +236,7 @@ def _interval(state: StreamState, before: RunPoint, after: RunPoint) -> RunInter
 
 
 def _fill(state: StreamState, first: int, stop: int, tokens: int) -> float | None:
-    """The tokens of documents by places in samples ``first .. stop``; None: no sample."""
+    """The tokens of documents divided by the positions in samples ``first .. stop``; None: no samples."""
     places = state.places(first, stop)
     return tokens / places if places else None
 
@@ -278,8 +277,8 @@ def _sources(state: StreamState) -> list[RunSource]:
 
 
 def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStart]:
-    """Every start of the run, and what it lost: steps that had been done and were not saved."""
-    #: what each restart at a step lost, the last one first, by step.
+    """Every start of the run, and the steps that it lost: done, but not saved."""
+    #: the steps lost by each restart at a step, the last restart first, by step.
     restarts: dict[int, list[int]] = {}
     for step, lost in reversed(log.restarts if log is not None else ()):
         restarts.setdefault(step, []).append(lost)
@@ -304,7 +303,7 @@ def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStar
                 samples=entry.samples,
                 tag=entry.tag,
                 topology=entry.topology,
-                # Without a log, only what was saved and then given up is known.
+                # Without a log, only steps that were saved and then abandoned are known.
                 lost=exact if exact is not None else max(saved - entry.iteration, 0),
                 lost_is_exact=exact is not None or not starts,
             )

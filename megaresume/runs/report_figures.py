@@ -1,4 +1,4 @@
-"""The live figures of a run (docs/metrics.md) for its report: where the time went, losses by source over the steps."""
+"""The live figures of a run (docs/metrics.md) for its report: use of time, and losses by source and step."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megaresume.checkpoint.records.position import reached_of, read_position
 from megaresume.render import COLOURS, svg
 from megaresume.runs.directory import Run
 
-#: points of a line.
+#: most points of a line.
 MOST_POINTS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFigures:
-    """What was measured of a run."""
+    """What was measured in a run."""
 
-    #: seconds since the start of its first process; the part of them that made steps which were kept.
+    #: seconds since its first process started; and how many of them produced steps that were kept.
     seconds: float
     goodput: float
-    #: seconds that did not, by cause.
+    #: the other seconds, by cause.
     badput: Mapping[str, float]
-    #: the number of samples trained again because a kill lost them.
+    #: the number of samples trained again because a kill had lost them.
     repeated: int
-    #: source -> (step, loss by token, a moving average), ascending.
+    #: source -> (step, loss per token as a moving average), ascending.
     losses: Mapping[str, Sequence[tuple[int, float]]]
 
 
 def read_figures(run: Run) -> RunFigures | None:
-    """What was measured of a run; None if it was not.
+    """The figures of a run; None if it was not measured.
 
     Args:
         run: the run.
@@ -69,10 +69,10 @@ def read_figures(run: Run) -> RunFigures | None:
 
 
 def parts_of_page(figures: RunFigures, mark: Any) -> list[str]:
-    """The parts of the report that show the figures.
+    """The parts of the report with the figures.
 
     Args:
-        figures: of the run.
+        figures: those of the run.
         mark: marks stages and restarts on axes of steps.
     """
     hours = figures.seconds / 3600

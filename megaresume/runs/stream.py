@@ -1,4 +1,4 @@
-"""``megaresume stream DATA.yaml --samples A:B``: what the stream holds there."""
+"""``megaresume stream DATA.yaml --samples A:B``: shows these samples of the stream."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megaresume.stream.skips import absolute
 from megaresume.stream.state import FORMAT, StreamState
 from megaresume.stream.stream import Stream
 
-#: The most samples shown at once: their plan is in memory.
+#: Most samples shown at once, as their plan is in memory.
 MOST_SAMPLES = 1_000_000
 
 
@@ -73,7 +73,7 @@ class SourceShare:
     #: the source's share of all tokens, and of all weights.
     share: float
     weight: float
-    #: labels that count; None if the source does not say which.
+    #: labels that are trained; None if the source does not say.
     trained: int | None = optional()
 
 
@@ -82,10 +82,10 @@ class StreamSample:
     """One sample, with its segments as ``megaresume trace`` shows them."""
 
     sample: int
-    #: the sample's number if no sample were left out; None: the same.
+    #: the sample's number if no samples were left out; None: the same.
     absolute: int | None = optional()
     tokens: int
-    #: the hash of the sample, and of all up to it: 16 hex digits.
+    #: the hash of the sample, and the digest of all up to it: 16 hex digits.
     hash: str
     digest: str
     segments: list[dict[str, Any]]
@@ -100,15 +100,15 @@ class StreamSamples(Answer):
     seq_length: int
     packing: str
     tokens: int
-    #: share of all places that hold a token.
+    #: share of positions with a token.
     fill: float
     sources: dict[str, SourceShare]
-    #: the samples; None: only the totals were asked for.
+    #: the samples; None: only the totals were requested.
     samples: list[StreamSample] | None = optional()
 
 
 def _check_paths(data: str | list[str], state: str | None) -> None:
-    """A path on the command line that leads nowhere is bad usage; what a data config names is not."""
+    """Refuse a missing path on the command line as bad usage; paths inside a data config are checked elsewhere."""
     missing = [] if state is None or Path(state).is_file() else [(state, "a file with a data state")]
     for word in data if isinstance(data, list) else ():
         prefix = prefix_of(word)
@@ -119,11 +119,11 @@ def _check_paths(data: str | list[str], state: str | None) -> None:
 
 
 def _state(path: Path) -> StreamState:
-    """Read a state: from a record beside a checkpoint, or from what `StreamState.to_json` wrote."""
+    """Read a state: from a record beside a checkpoint, or from the output of `StreamState.to_json`."""
     try:
         data = parse_json(path.read_bytes())
     except (OSError, ValueError):
-        data = None  # the reader of records says what is wrong
+        data = None  # the reader of records reports what is wrong
     if isinstance(data, dict) and data.get("format") == FORMAT:
         return StreamState.from_json(data)
     return read_step_file(path).stream
@@ -140,7 +140,7 @@ def _check_size(first: int, stop: int) -> None:
 
 
 def _samples(stream: Stream, plan: Plan) -> list[StreamSample]:
-    """Every sample of the plan. Image-text records are read for it, which takes time on a store."""
+    """Every sample of the plan. Reads image-text records, which takes time with a store."""
     records, samples = ShardRecords(stream.sources), []
     with progress("reading samples", len(plan), "samples") as bar:
         for sample in range(plan.first, plan.stop):
@@ -175,7 +175,7 @@ def _sample(stream: Stream, plan: Plan, sample: int, records: ShardRecords) -> S
 
 
 def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
-    """Trained labels of each segment, where its source says which labels count: int64[n] over all segments."""
+    """Trained labels of each segment, for sources that say which labels are: int64[n] over all segments."""
     found = {}
     for i, source in enumerate(stream.sources):
         if has_spans(source):

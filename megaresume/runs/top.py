@@ -1,8 +1,8 @@
-"""``megaresume top RUN``: a run that trains, followed from its directory alone, on any machine that sees it.
+"""``megaresume top RUN``: follows a run in training through its directory alone, on any machine that can read it.
 
-meter/figures.jsonl, pulse.json   a run that is measured (``metrics=``): to the second
+meter/figures.jsonl, pulse.json   a measured run (``metrics=``): up to the second
 ledger.jsonl, step_*.json         any run: as of its newest checkpoint
-prompts.jsonl                     a run of reinforcement learning: what became of its prompts, by its newest state
+prompts.jsonl                     a reinforcement learning run: what happened to its prompts, by its newest state
 """
 
 from __future__ import annotations
@@ -32,45 +32,45 @@ from megaresume.stream.changes import outlook
 from megaresume.stream.errors import MegaresumeError
 from megaresume.stream.state import StreamState
 
-#: bytes at the end of a file of readings, in which the newest one is.
+#: bytes read at the end of a file of readings to find the newest one.
 _TAIL = 1 << 20
-#: seconds after a sign of life in which a run is taken to be alive; the same after a state of its prompts, which is
-#: taken with a checkpoint; and without news after which that is said.
+#: seconds for which a run counts as alive after a sign of life, and after a state of its prompts, which is taken with a
+#: checkpoint; and seconds without news after which `top` says so.
 _ALIVE, _ALIVE_PROMPTS, _QUIET = 10.0, 1800.0, 120.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceNow:
-    """The state of a source now."""
+    """The current state of a source."""
 
     name: str
-    #: the tokens of the samples trained; None if nobody counted.
+    #: tokens in the samples trained; None if not counted.
     tokens: int | None
-    #: the share of what was drawn since the stage began, and the share that its weight asks for.
+    #: its share of what was drawn since the stage began, and the share by its weight.
     share: float | None
     weight: float
     epoch: float
-    #: the moving average of the loss; None if the program gives no losses.
+    #: the moving average of its loss; None if the program reports no losses.
     loss: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Now(Answer):
-    """The state of a run now."""
+    """The current state of a run."""
 
     dir: str
     run: str | None
-    #: runs: a process holds the directory, or has just given a sign of life. ended: all is trained. gone: neither.
-    #: stored: of copies in an object store, which do not tell.
+    #: runs: a process holds the directory, or has just given a sign of life. ended: all samples are trained. gone:
+    #: neither. stored: unknown, for a copy in an object store.
     life: str
-    #: whether the program measures itself: otherwise all is as of the newest checkpoint.
+    #: whether the program measures itself; otherwise everything is as of the newest checkpoint.
     measured: bool
     step: int
     samples: int
     tokens: int | None
-    #: seconds since 1970 of the newest of this.
+    #: when the newest of these was recorded, in seconds since 1970.
     time: float
-    #: the seconds of a step; None while no two steps are known.
+    #: seconds per step; None until two steps are known.
     seconds_per_step: float | None
     fill: float | None
     #: step of the newest complete checkpoint, and of the newest durable one, with the time when its save began.
@@ -79,25 +79,25 @@ class Now(Answer):
     durable_time: str | None
     size: int | None
     save_seconds: float | None
-    #: the goodput since the first start; None if nothing is known of it.
+    #: the goodput since the first start; None if unknown.
     goodput: float | None
     badput: Mapping[str, float]
     starts: int
     repeated: int
     data_wait: float | None
-    #: requests to a store that were tried again; records that cache_dir had, and had not. None: nothing is known.
+    #: retried store requests; records found in cache_dir, and not found there. None: unknown.
     store_retries: int | None = None
     cache_hits: int | None = None
     cache_misses: int | None = None
-    #: the replicas that train together, the newest last; none if replicas do not leave and join.
+    #: the replicas that train together, newest last; empty if none leave and join.
     memberships: Sequence[Membership] = ()
     sources: Sequence[SourceNow] = ()
-    #: the coming events in words, the nearest first.
+    #: upcoming events in words, nearest first.
     next: Sequence[str] = ()
-    #: the unit counted as tokens: ``items``, each as one, if they are of a map-style dataset and not packed.
+    #: what is counted as tokens: ``items``, one each, for a map-style dataset without packing.
     unit: str = "tokens"
     notes: Sequence[str] = field(default=())
-    #: the prompts of a run of reinforcement learning.
+    #: the prompts of a reinforcement learning run.
     prompts: prompts.PromptProof | None = optional()
 
 
@@ -119,7 +119,7 @@ def newest_reading(directory: Path) -> dict[str, Any] | None:
 
 
 def look(root: Path) -> Now:
-    """What a directory says of its run now.
+    """The current state of a run, from its directory.
 
     Raises:
         UsageError: no such directory.
@@ -140,7 +140,7 @@ def look(root: Path) -> Now:
     proof, written = _prompts(run.root, notes)
     if proof is not None and not marks:
         last = Mark(event="", time=written, step=proof.step, samples=0)
-        notes.clear()  # that it has no checkpoint of megaresume's own
+        notes.clear()  # the note that megaresume has no checkpoints there
     checkpoints = [entry for entry in entries if entry.kind == "checkpoint"]
     durable = [entry for entry in entries if entry.kind == "durable"]
     details = checkpoints[-1].details if checkpoints else {}
@@ -180,12 +180,12 @@ def look(root: Path) -> Now:
 
 
 def _life(run: Run, pulse: Mark | None, written: float) -> str:
-    """See `Now.life`.
+    """The life of the run: see `Now.life`.
 
     Args:
         run: the run.
         pulse: the last sign of life, if the run is measured.
-        written: when the ledger of its prompts was written last; 0: it has none.
+        written: when the ledger of its prompts was last written; 0: it has none.
     """
     events, now = run.ledger.events, time.time()
     if events and events[-1].kind == "finished":
@@ -199,7 +199,7 @@ def _life(run: Run, pulse: Mark | None, written: float) -> str:
 
 
 def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, float]:
-    """The account of the prompts, and when it was written; None: the run has none, or it cannot be read."""
+    """The account of the prompts, and when it was written; None: there is none, or it cannot be read."""
     if not prompts.has_prompts(root):
         return None, 0.0
     try:
@@ -210,7 +210,7 @@ def _prompts(root: Path, notes: list[str]) -> tuple[prompts.PromptProof | None, 
 
 
 def _pace(marks: Sequence[Mark]) -> float | None:
-    """Seconds of a step between the last two marks of a process that lie some steps apart."""
+    """Seconds per step between the last two marks of one process at different steps."""
     for before, after in zip(reversed(marks[:-1]), reversed(marks), strict=False):
         if after.event != "start" and after.step > before.step:
             return (after.time - before.time) / (after.step - before.step)
@@ -250,7 +250,7 @@ def _sources(figures: Mapping[str, Any], state: StreamState | None) -> list[Sour
 
 
 def _next(state: StreamState, samples: int, seconds: float | None, size: int | None) -> list[str]:
-    """The coming events: the end of an epoch of each source, and declared stages."""
+    """Upcoming events: the end of each source's epoch, and declared stages."""
     found: list[tuple[float, str]] = []
     for row in outlook(state, state.config_now):
         if row.samples_left is not None:
@@ -291,7 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Follow a run, until it has ended or Ctrl-C."""
+    """Follow a run until it ends or Ctrl-C."""
     root, _ = split_root(args.dir)
     now = look(root)
     if args.once:

@@ -1,12 +1,12 @@
-"""``megaresume verify DIR``: plans the stream of a run again on a CPU and compares it with everything recorded.
+"""``megaresume verify DIR``: plans the stream of a run again on a CPU and compares it with all records.
 
 verify DIR                              every data state and every line of the ledger
-verify DIR --from 1000 --to 2000        those between two recorded steps, from the nearest state
-verify DIR --log-samples PATH           and what every rank wrote down in every step
-verify DIR --content                    and what the documents hold
+verify DIR --from 1000 --to 2000        those between two recorded steps, starting at the nearest state
+verify DIR --log-samples PATH           also what every rank recorded in every step
+verify DIR --content                    also the contents of the documents
 verify --loss A B                       the losses of two runs
 
-A run of reinforcement learning with a ledger of its prompts: what became of each, in prompts.py.
+For a reinforcement learning run with a ledger of its prompts, see prompts.py.
 """
 
 from __future__ import annotations
@@ -82,22 +82,22 @@ class Proof(Answer):
     dir: Path
     #: what is wrong with the corpora, in words.
     corpora: list[str]
-    #: what is missing of checkpoints whose weights are there, in words.
+    #: what is missing from checkpoints whose weights exist, in words.
     lost: tuple[str, ...]
-    #: lines of the ledger.
+    #: problems in lines of the ledger.
     problems: tuple[LedgerProblem, ...] = live()
     checked: list[CheckedPoint] = live()
     #: branches of the run, in words.
     given_up: list[str]
-    #: the verdict on what the ranks wrote down.
+    #: the verdict on the ranks' records.
     log: dict[str, Any] | None = optional()
-    #: the digests of what the documents hold, by source.
+    #: the digests of the documents' contents, by source.
     content: dict[str, Any] | None = optional()
 
     @told
     def holds(self) -> bool:
         """Whether everything recorded agrees with one stream."""
-        # A line that a kill cut short was never a record; one that was damaged later may have said something else.
+        # A line truncated by a kill was never a record; one damaged later may have had other content.
         damaged = any(problem.kind == "damaged" for problem in self.problems)
         whole = bool(self.checked) and all(point.holds for point in self.checked)
         return whole and not (self.corpora or self.lost or damaged) and (self.log is None or self.log["holds"])
@@ -117,7 +117,7 @@ class Proof(Answer):
 
     @told
     def first_difference(self) -> dict[str, Any] | None:
-        """The first difference: between the last point before it that agrees, and the first that does not."""
+        """The first difference: between the last point that agrees and the first that does not."""
         difference = next((point for point in self.checked if not point.holds), None)
         if difference is None:
             return None
@@ -144,7 +144,7 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
     given_up: list[str] = []
     trace: Trace | None = None
     if ranged or ((records is not None or args.content) and not problems):
-        # Without comparing: what differs is for this command to say.
+        # Without comparing: this command reports the differences.
         trace = Trace(run, sources, compare=False)
         first, stop = between(run.history, args.first, args.last)
     if ranged and trace is not None:
@@ -172,14 +172,14 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
 
 
 def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
-    """Compare what the ranks recorded of these steps with the stream."""
+    """Compare the ranks' records of these steps with the stream."""
     with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
         check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=bar.update)
     return _log_report(check, records)
 
 
 def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
-    """Hash what the documents of these samples hold, by source."""
+    """Hash the contents of the documents in these samples, by source."""
     contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan)
     stride = 4096
     with progress("reading the documents", stop - first, "samples") as bar:

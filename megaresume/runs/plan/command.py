@@ -1,6 +1,6 @@
-"""``megaresume plan DIR``: a dry run of a resume with new flags, before any GPU is used.
+"""``megaresume plan DIR``: a dry run of a resume with new flags, before a GPU is used.
 
-Answers in well under a second: neither torch nor DeepSpeed nor Megatron is imported, and nothing is ever unpickled.
+Answers in well under a second: it imports neither torch nor DeepSpeed nor Megatron, and never unpickles.
 """
 
 from __future__ import annotations

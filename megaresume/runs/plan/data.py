@@ -1,4 +1,4 @@
-"""What changed in the data of a data config, and what follows."""
+"""What changed in the data config, and the consequences."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
 
-#: The outcome of a change. nothing: the order continues; new stage: from the resume point on; refused: no launch.
+#: The outcome of a change. nothing: the order continues; new stage: from the resume point on; refused: cannot launch.
 Outcome = Literal["nothing", "new stage", "refused"]
 
 
@@ -43,21 +43,21 @@ class PlannedData:
     """The data that the launch would train on."""
 
     outcome: Outcome = "nothing"
-    #: the file that was read; None: the config in the state, and no corpus was looked at.
+    #: the file that was read; None: the config in the state, without opening any corpus.
     path: Path | None = None
     #: the changes as (field, then, now).
     changes: list[tuple[str, Any, Any]] = field(default_factory=list)
-    #: the differences that the state would keep forever, in words.
+    #: the differences that would be recorded in the state for good, in words.
     accepted: tuple[str, ...] = ()
     #: corpora that have grown, in words.
     grown: tuple[str, ...] = ()
-    #: what ``--megaresume-on-change stage`` would make of a change that is refused without it; None: refused as well.
+    #: what ``--megaresume-on-change stage`` would do with a change that is refused without it; None: also refused.
     with_stage: tuple[str, ...] | None = None
-    #: the config of today, as given.
+    #: the current config, as given.
     config: StreamConfig | None = None
     sources: dict[str, Source] = field(default_factory=dict)
     fingerprints: Mapping[str, Fingerprint] = field(default_factory=dict)
-    #: the config that holds from the resume point on, over all sources that the run ever had.
+    #: the config from the resume point on, over all sources that the run ever had.
     in_force: StreamConfig | None = None
     to_come: tuple[Stage, ...] = ()
 
@@ -73,7 +73,7 @@ class PlannedData:
         }
 
     def stream(self, launch: PlannedLaunch) -> Stream | None:
-        """The stream that the launch would train on; None if the corpora were not opened."""
+        """The stream that the launch would train on; None if no corpora were opened."""
         if not self.sources or self.config is None:
             return None
         from megaresume.stream.stream import Stream  # deferred: the compiled planner takes a second to import
@@ -90,8 +90,8 @@ def read_data(launch: PlannedLaunch, *, end: int | None) -> PlannedData:
     """Open the data as the launch would, and reconcile it with the state.
 
     Args:
-        launch: without a schedule no step can be skipped.
-        end: samples trained at the end of the run; None if not known, so that anything can be skipped.
+        launch: if its schedule is unknown, no step can be skipped.
+        end: samples trained at the end of the run; None if unknown: then any of them can be skipped.
     """
     data = PlannedData()
     try:
@@ -101,7 +101,7 @@ def read_data(launch: PlannedLaunch, *, end: int | None) -> PlannedData:
             launch.findings.refuse(error)
             data.outcome = "refused"
             return data
-        # Nobody has said where the corpora are now: the launch has a data config of its own.
+        # The state does not know where the corpora are; the launch has its own data config.
         launch.findings.refuse(error, "note")
         _from_state(data, launch)
     _reconcile(data, launch, end)
@@ -116,7 +116,7 @@ def _open(data: PlannedData, launch: PlannedLaunch) -> None:
         return
     data.path = path
     named = DataConfig.of(path)
-    if flags.data is None:  # the file says what it was
+    if flags.data is None:  # the file recorded it
         named = replace(named, mapping={**named.mapping, **flags.config})
     length = flags.seq_length
     if length is None and named.mapping.get("seq_length") is None:
@@ -131,7 +131,7 @@ def _open(data: PlannedData, launch: PlannedLaunch) -> None:
 
 
 def _recorded_split(recorded: Path) -> str | None:
-    """``--split`` of the launch that saved, if its sources say all the same."""
+    """``--split`` of the launch that saved, if all of its sources agree."""
     if not recorded.is_file():
         return None
     sources = DataConfig.of(recorded).mapping_for("train").get("sources", {})
@@ -156,7 +156,7 @@ def _reconcile(data: PlannedData, launch: PlannedLaunch, end: int | None) -> Non
         data.outcome = "refused"
         findings.refuse(error)
         if launch.flags.on_change == "refuse":
-            # Whether the flag alone would do: found out now, and not at the next start.
+            # Find out now, rather than at the next start, whether the flag alone would be enough.
             try:
                 data.with_stage = _go_on(data, launch, "stage", end).accepted
             except MegaresumeError as other:
@@ -165,7 +165,7 @@ def _reconcile(data: PlannedData, launch: PlannedLaunch, end: int | None) -> Non
         return
     begun, stages = len(state.stages), going_on.course.stages
     following = stages[begun] if begun < len(stages) else None
-    # What is to come begins later than here: only the new stage begins at the resume point.
+    # Declared stages begin later: only the new stage begins at the resume point.
     is_new = following is not None and following.unit == "samples" and following.at == state.samples
     data.outcome = "new stage" if is_new else "nothing"
     data.accepted, data.grown = going_on.accepted, tuple(map(str, going_on.grown))
@@ -186,7 +186,7 @@ def _reconcile(data: PlannedData, launch: PlannedLaunch, end: int | None) -> Non
 
 
 def _go_on(data: PlannedData, launch: PlannedLaunch, on_change: OnChange, end: int | None) -> Reconciled:
-    """Continue the state with the stream of the launch. Raises what the launch would be refused with."""
+    """Continue the state with the launch's stream. Raises the error that would refuse the launch."""
 
     def samples_of(steps: Range) -> Range:
         if launch.schedule is None:
@@ -206,5 +206,5 @@ def _go_on(data: PlannedData, launch: PlannedLaunch, on_change: OnChange, end: i
     )
     check_documents(going_on.course.skips, {name: f.documents for name, f in data.fingerprints.items()})
     check_remaining(going_on.course, data.sources, launch.state)
-    check_recorded(launch.state.replace(config=going_on.config.to_dict()))  # of the next state
+    check_recorded(launch.state.replace(config=going_on.config.to_dict()))  # that of the next state
     return going_on

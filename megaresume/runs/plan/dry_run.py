@@ -1,4 +1,4 @@
-"""`dry_run`: the whole plan of a resume, and what lies ahead: last step and sample, epochs left, end of the stream."""
+"""`dry_run`: plans a whole resume, and predicts: last step and sample, epochs left, end of the stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.state import StreamState
 
-#: The samples planned between two looks at the clock, and the seconds after which the search for the end is given up.
+#: Samples planned between two looks at the clock, and seconds after which the search for the end gives up.
 _CHUNK, _PATIENCE = 2048, 60.0
 
 
@@ -44,16 +44,16 @@ class Ending:
     sample: int
     #: whether nothing is left to train.
     finished: bool
-    #: (step, sample) of the end with the batch size that the checkpoint was saved with; None if it is the same.
+    #: (step, sample) of the end with the checkpoint's batch size; None if it is the same.
     before: tuple[int, int] | None
 
 
 def ending(launch: PlannedLaunch, planned: BatchSchedule) -> Ending | None:
-    """The end of the run; None if neither steps nor samples are given.
+    """The end of the run; None if its length is not given.
 
     Args:
-        launch: under Megatron it ends as Megatron's training loop does, otherwise as `megaresume.cluster.training`.
-        planned: global batch sizes that the flags mean, from sample 0.
+        launch: under Megatron, it ends as Megatron's training loop does, otherwise as `megaresume.cluster.training`.
+        planned: global batch sizes by the flags, from sample 0.
     """
     flags, step, sample = launch.flags, launch.step, launch.state.samples
     if launch.schedule is None or (flags.train_iters is None and flags.train_samples is None):
@@ -85,8 +85,8 @@ def _megatron(launch: PlannedLaunch, planned: BatchSchedule, schedule: BatchSche
 
 
 def _megatron_iterations(planned: BatchSchedule, flags: Flags) -> int:
-    """``args.train_iters`` as Megatron's ``update_train_iters`` sets it: from the flags alone, never from the
-    checkpoint, and without a partial last batch.
+    """``args.train_iters`` as set by Megatron's ``update_train_iters``: from the flags alone, not the checkpoint, and
+    without a partial last batch.
     """
     if flags.train_samples is None:
         return flags.train_iters or 0
@@ -99,7 +99,7 @@ def _megatron_iterations(planned: BatchSchedule, flags: Flags) -> int:
 
 
 def guarded_ending(step: int, flags: Flags, findings: Findings) -> Ending | None:
-    """The end of a guarded run: its steps are known, its samples only to the checkpoint."""
+    """The end of a guarded run: its steps are known, its samples only up to the checkpoint."""
     size = flags.global_batch_size
     if (flags.train_iters is None and flags.train_samples is None) or size is None:
         return None
@@ -120,7 +120,7 @@ def _warn_finished(findings: Findings, found: str, action: str) -> None:
 
 
 def _check_megatron_steps(launch: PlannedLaunch, planned: BatchSchedule, end: tuple[int, int]) -> None:
-    """Compare with what Megatron's arithmetic makes of a batch size that changed in the middle of a run."""
+    """Compare with Megatron's own arithmetic for a batch size that changed in the middle of a run."""
     final, samples = planned.segments[-1][1], launch.flags.train_samples
     if samples is not None and samples - end[1] >= final:
         needed = launch.step + (samples - launch.state.samples) // final
@@ -136,28 +136,28 @@ def _check_megatron_steps(launch: PlannedLaunch, planned: BatchSchedule, end: tu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceForecast:
-    """One source from the resume point on, under the weights that hold there. Samples and steps are estimates."""
+    """One source from the resume point on, under the weights from there on. Samples and steps are estimates."""
 
     now: SourceOutlook
-    #: epochs that may still be begun or finished, the one at hand included; None: no end.
+    #: epochs that may still begin or finish, including the current one; None: no limit.
     epochs_left: int | None
     #: the end of the current epoch; None if the source is not drawn.
     sample: int | None
     step: int | None
-    #: the end of its last epoch; None if it has none, or is not drawn.
+    #: the end of its last epoch; None if it has none, or is not drawn from.
     last_sample: int | None
     last_step: int | None
-    #: epochs drawn when the run ends, with a fraction; None if not known.
+    #: epochs drawn when the run ends, with a fraction; None if unknown.
     epochs_at_end: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON: the source as it is now, and what lies ahead of it."""
+        """Plain JSON: the current state of the source, and the forecast."""
         ahead = asdict(self)
         return {**ahead.pop("now"), **ahead}
 
 
 def sources_ahead(launch: PlannedLaunch, data: PlannedData, end: Ending | None) -> list[SourceForecast]:
-    """Every source under the config that holds from the resume point on."""
+    """Every source under the config from the resume point on."""
     assert data.in_force is not None
     known = launch.state.replace(fingerprints={**data.fingerprints, **launch.state.fingerprints})
     rows = outlook(known, data.in_force)
@@ -177,7 +177,7 @@ def _ahead(launch: PlannedLaunch, row: SourceOutlook, source: SourceConfig, end:
         sample = state.samples + round(samples)
         return sample, launch.steps_until(sample)
 
-    # Samples that one piece of the source takes, as `outlook` reckons.
+    # Samples that one piece of the source takes, by the estimate of `outlook`.
     rate = None if row.samples_left is None or not row.remaining else row.samples_left / row.remaining
     last = None if rate is None or left is None else max((left - 1) * row.size + row.remaining, 0) * rate
     sample, until = at(row.samples_left)
@@ -199,9 +199,9 @@ def _ahead(launch: PlannedLaunch, row: SourceOutlook, source: SourceConfig, end:
 
 
 def end_of_stream(launch: PlannedLaunch, data: PlannedData, end: Ending | None) -> int | None:
-    """The number of samples that the stream holds, if that is fewer than the run is to train; None: enough.
+    """The number of samples in the stream, if that is fewer than the run needs; None: enough.
 
-    Planned, not estimated. Only a stream whose sources have an end is looked at.
+    Planned, not estimated. Only streams whose sources end are examined.
     """
     configs = [data.in_force, *(stage.config for stage in data.to_come)]
     if not any(config is not None and _may_end(config) for config in configs):
@@ -238,7 +238,7 @@ def _may_end(config: StreamConfig) -> bool:
 
 
 def _search(plan: object, first: int, goal: int | None, findings: Findings) -> int | None:
-    """Plan samples up to a goal. Returns how many there are if the stream ends before it."""
+    """Plan samples up to a goal. Returns their number if the stream ends before it."""
     began, position = time.monotonic(), first
 
     def reaches(stop: int) -> bool:
@@ -251,7 +251,7 @@ def _search(plan: object, first: int, goal: int | None, findings: Findings) -> i
     while goal is None or position < goal:
         stop = position + _CHUNK if goal is None else min(position + _CHUNK, goal)
         if not reaches(stop):
-            low, high = position, stop  # the stream holds low samples, and not high
+            low, high = position, stop  # the stream has low samples, but not high
             while high - low > 1:
                 middle = (low + high) // 2
                 low, high = (middle, high) if reaches(middle) else (low, middle)
@@ -273,21 +273,21 @@ class DryRun(Answer):
     root: Path
     flags: Flags = live()
     found: StartingPoint = live()
-    #: the findings, as the launch would print them, the most important first.
+    #: the findings, as the launch would print them, most important first.
     findings: Findings = field(default_factory=Findings)
     #: the layout of the run when it saved, and now; None if not recorded.
     before: Topology | None = live(default=None)
     now: Topology | None = live(default=None)
-    #: planned global batch sizes of the whole run, the past included.
+    #: planned global batch sizes of the whole run, including the past.
     schedule: BatchSchedule | None = live(default=None)
     ending: Ending | None = live(default=None)
     data: PlannedData | None = None
     sources: list[SourceForecast] = field(default_factory=list)
-    #: the number of samples that the stream holds, if it ends before the run; None: enough.
+    #: the number of samples in the stream, if it ends before the run; None: enough.
     stream_ends: int | None = None
-    #: the gain of balanced ranks; None if not asked for, or not known.
+    #: the gain of balanced ranks; None if not requested or unknown.
     balance: Gain | None = None
-    #: the findings on Megatron's own datasets.
+    #: the findings about Megatron's own datasets.
     guard: Guarded | None = None
 
     @property
@@ -308,7 +308,7 @@ class DryRun(Answer):
 
     @property
     def last(self) -> tuple[int, int] | None:
-        """(step, sample) at which the run ends: the flags' end, or the last whole step of a stream that ends before."""
+        """(step, sample) where the run ends: by the flags, or at the last whole step of a stream that ends earlier."""
         if self.ending is None or self.stream_ends is None or self.schedule is None or self.state is None:
             return None if self.ending is None else (self.ending.step, self.ending.sample)
         steps = steps_until(self.schedule, self.state.samples, self.stream_ends)
@@ -361,7 +361,7 @@ class DryRun(Answer):
 
     @told
     def batches(self) -> Sequence[tuple[int, int]] | None:
-        """[first sample, samples of a step] of the whole run."""
+        """[first sample, samples per step] of the whole run."""
         return None if self.schedule is None else self.schedule.segments
 
     @told
@@ -372,17 +372,17 @@ class DryRun(Answer):
 
     @told
     def end_with_the_batch_size_before(self) -> dict[str, int] | None:
-        """Where the run would end with its former batch size; None if that is the same."""
+        """Where the run would end with its previous batch size; None if that is the same."""
         if self.ending is None or self.ending.before is None:
             return None
         return dict(zip(("step", "samples"), self.ending.before, strict=True))
 
 
 def dry_run(directory: Path, flags: Flags) -> DryRun:
-    """Try a resume from a ``--save`` directory. Reads only.
+    """Simulate a resume from a ``--save`` directory. Only reads.
 
     Raises:
-        UsageError: no such directory, a tag directory, or flags that say too little or contradict each other.
+        UsageError: no such directory, a tag directory, or flags that are incomplete or contradictory.
     """
     run = _check(directory, flags)
     findings = Findings()

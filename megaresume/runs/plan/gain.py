@@ -1,4 +1,4 @@
-"""What balanced ranks would gain in the steps to come, from the lengths of the run's own data."""
+"""What balanced ranks would gain in the coming steps, by the lengths of the run's own data."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
 
 
-#: difference that shows in the time of steps: on a GPU they follow the prediction to about this (docs/performance.md).
+#: least gain that shows in the time of steps: on a GPU they follow the prediction to about this (docs/performance.md).
 NOTICEABLE = 0.01
-#: steps that are planned for it, and samples at most.
+#: steps to plan for the estimate, and most samples.
 _STEPS, _SAMPLES = 20, 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gain:
-    """How much the slowest rank has to do, by the costs of its samples, in units of the mean over ranks."""
+    """The work of the slowest rank, by the costs of its samples, relative to the mean over ranks."""
 
     objective: Objective
     token_cost: int
     #: the number of steps that were planned.
     steps: int
-    #: the cost of the slowest rank, in the order of the stream; and balanced.
+    #: the cost for the slowest rank: in stream order, and balanced.
     before: float
     after: float
 
@@ -42,7 +42,7 @@ class Gain:
 
 
 def gain(launch: PlannedLaunch, data: PlannedData) -> Gain | None:
-    """Plan the next steps with and without balanced ranks. None, and a note, if something needed is not known."""
+    """Plan the next steps with and without balanced ranks. None, with a note, if something is unknown."""
     now, balance = launch.now, launch.findings.attempt(lambda: launch.flags.balanced)
     if balance is None:
         return None
@@ -60,7 +60,7 @@ def gain(launch: PlannedLaunch, data: PlannedData) -> Gain | None:
 def _expected(
     stream: Stream, schedule: BatchSchedule, balance: Balance, *, sample: int, micro: int, dp: int
 ) -> Gain | None:
-    """The gain of the steps from a sample on; None if there are none, which other findings report."""
+    """The gain for the steps from a sample on; None if there are none, which other findings report."""
     from megaresume.stream.dealing import costs, dealt_order
 
     waited, means, steps, first = [0, 0], 0.0, 0, sample

@@ -1,9 +1,10 @@
-"""What changed in Megatron's own datasets under guard, and what stock Megatron would make of the new flags.
+"""What changed in Megatron's own datasets under guard, and what stock Megatron would do with the new flags.
 
-Stock Megatron derives the order of its own datasets again at every start, from their sizes. ``GPTDataset``
-(megatron/core/datasets/gpt_dataset.py, the same from 0.8 on) shuffles all epochs of a corpus jointly, the last one
-apart if less than 80 % of it is needed. Both depend on the samples asked for, and both decide how often the generator
-is drawn from: another number of epochs, or the other side of 80 %, and every sample is another.
+Stock Megatron derives the order of its own datasets anew at every start, from their sizes. ``GPTDataset``
+(megatron/core/datasets/gpt_dataset.py, the same from 0.8 on) shuffles all epochs of a corpus jointly, except that the
+last one is separate if less than 80 % of it is needed. Both follow from the requested number of samples and determine
+how often the random generator is used: with another number of epochs, or on the other side of 80 %, every sample
+changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megaresume.runs.answer import told
 from megaresume.runs.plan.start import Finding, Findings, Flags
 from megaresume.stream.errors import UsageError
 
-#: The threshold in ``_build_document_index``: which share of an epoch makes the last one a shuffle of its own.
+#: The threshold in ``_build_document_index``: below this share of an epoch, the last one is shuffled separately.
 _THRESHOLD = 0.80
 
 
@@ -31,7 +32,7 @@ class Epochs:
     """How a corpus is shuffled."""
 
     epochs: int
-    #: the last epoch by itself.
+    #: whether the last epoch is shuffled separately.
     last_apart: bool
 
     def __str__(self) -> str:
@@ -45,9 +46,9 @@ def epochs_of(tokens: int, samples: int | None, *, seq_length: int, extra: int) 
 
     Args:
         tokens: in one epoch.
-        samples: asked for; None: one epoch.
-        seq_length: tokens a sample.
-        extra: 1 where a sample needs the token after it (``add_extra_token_to_sequence``).
+        samples: requested; None: one epoch.
+        seq_length: tokens per sample.
+        extra: 1 if a sample needs the token after it (``add_extra_token_to_sequence``).
     """
     epochs = 1 if samples is None else max(ceil((samples * seq_length + extra) / tokens), 1)
     if epochs == 1 or samples is None:
@@ -56,7 +57,8 @@ def epochs_of(tokens: int, samples: int | None, *, seq_length: int, extra: int) 
     return Epochs(epochs=epochs, last_apart=from_last < int(_THRESHOLD * ((tokens - extra) // seq_length)))
 
 
-#: samples of a corpus with this share of a blend of so many: alone, from 0.11 on, up to 0.10.
+#: samples requested from a corpus, by the set's samples and its weight: for one corpus; a blend from core 0.11 on; up
+#: to 0.10.
 _SIZES: tuple[Callable[[int, float], int], ...] = (
     lambda size, weight: size,
     lambda size, weight: ceil(ceil(size * weight) * (1 + 0.005)),
@@ -65,16 +67,16 @@ _SIZES: tuple[Callable[[int, float], int], ...] = (
 
 
 def requested_of(recorded: int, old: int, new: int, weight: float, *, alone: bool) -> int | None:
-    """How many samples stock Megatron would ask a corpus for.
+    """The number of samples that stock Megatron would request from a corpus.
 
     Args:
-        recorded: what it asked for when the whole set had ``old`` samples.
+        recorded: the number that it requested when the whole set had ``old`` samples.
         new: samples of the whole set now.
         weight: normalised.
-        alone: a single corpus without a weight.
+        alone: whether it is a single corpus without a weight.
 
     Returns:
-        None if the recorded number comes from no rule that is known (``--mid-level-dataset-surplus``).
+        None if no known rule gives the recorded number (``--mid-level-dataset-surplus``).
     """
     for rule in _SIZES[:1] if alone else _SIZES[1:]:
         if rule(old, weight) == recorded:
@@ -87,7 +89,7 @@ class Component:
     """One corpus of the training set, as stock Megatron would build it."""
 
     path: str | None
-    #: the epochs when the order was recorded, and with the new flags; None if not known.
+    #: the epochs when the order was recorded, and with the new flags; None if unknown.
     before: Epochs | None
     now: Epochs | None
 
@@ -101,15 +103,15 @@ class Component:
 class Guarded:
     """What happens to Megatron's own datasets."""
 
-    #: training samples asked for, when they were recorded and now; None: one epoch.
+    #: requested training samples, when recorded and now; None: one epoch.
     recorded_samples: int | None
     samples: int | None
-    #: the corpora of the training set; None if stock Megatron's order cannot be told, as it is not GPTDataset's.
+    #: the corpora of the training set; None if stock Megatron's order is unknown, as it is not GPTDataset's.
     components: tuple[Component, ...] | None
 
     @told
     def stock_reshuffles(self) -> bool | None:
-        """Whether stock Megatron would train another order, silently; None if not known."""
+        """Whether stock Megatron would silently train in another order; None if unknown."""
         if self.components is None:
             return None
         if any(c.is_reshuffled for c in self.components if c.before is not None and c.now is not None):
@@ -118,10 +120,10 @@ class Guarded:
 
 
 def train_size(flags: Flags) -> int | None:
-    """Training samples that Megatron asks its datasets for; None if the flags do not say.
+    """The training samples that Megatron requests from its datasets; None if the flags do not say.
 
     Raises:
-        UsageError: steps without a batch size: the guard does not record any.
+        UsageError: steps without a batch size, which the guard does not record.
     """
     if flags.train_samples is not None:
         return flags.train_samples
@@ -138,12 +140,12 @@ def train_size(flags: Flags) -> int | None:
 
 
 def compare_with_record(record: OrderRecord, flags: Flags, findings: Findings) -> Guarded | None:
-    """Compare the flags with the record; None if nothing is recorded."""
+    """Compare the flags with the record; None if it is empty."""
     if not record.builders:
         return None
     size = train_size(flags)
     for ordinal, builder in enumerate(record.builders):
-        # Only the first builder makes the training set of a run.
+        # Only the first builder builds a training set.
         _compare(builder, size if ordinal == 0 else None, flags, findings)
     builder = record.builders[0]
     wanted = builder.sizes[0] if size is None else size
@@ -194,7 +196,7 @@ def _components(builder: BuilderRecord, wanted: int | None) -> tuple[Component, 
     weights: list[float] | None = None
     if blend is not None and blend[1] is not None:
         given = np.array([float.fromhex(weight) for weight in blend[1]])
-        weights = (given / given.sum()).tolist()  # as Megatron: Python's own sum rounds otherwise from 3.12 on
+        weights = (given / given.sum()).tolist()  # as Megatron: Python's own sum rounds differently from 3.12 on
     result = []
     for number, component in enumerate(split.components):
         alone = weights is None and len(split.components) == 1
@@ -216,7 +218,7 @@ def _component(
         return unknown
     extra = int(bool(settings.get("add_extra_token_to_sequence", True)))
     before = epochs_of(tokens, component.requested, seq_length=length, extra=extra)
-    asked: int | None = None  # a blend without weights is one epoch, whatever is asked for
+    asked: int | None = None  # a blend without weights is one epoch, whatever was requested
     if component.requested is not None and size is not None and wanted is not None:
         asked = requested_of(component.requested, size, wanted, weight, alone=alone)
         if asked is None:

@@ -1,4 +1,4 @@
-"""How often to save: from what the ledger recorded of this run, and how often its machines fail.
+"""How often to save: by the times that the ledger recorded for this run, and how often its machines fail.
 
     ledger      seconds of a save, of a step, of a start     `measure`: medians of the newest layout
       |
@@ -6,8 +6,8 @@
       |
     table       hours a day lost at other intervals          `losses`, Daly's complete model
 
-A save costs time, and so does what was trained since the last one when a failure comes. The best interval grows with
-the square root of both the time of a save and the time between failures.
+A save costs time, and so does repeating what was trained since the last save when a failure comes. The best interval
+grows with the square root of both the duration of a save and the time between failures.
 
 ``megaresume plan DIR --mtbf 6h``: how often to save, and what other intervals would cost.
 """
@@ -32,24 +32,24 @@ from megaresume.runs.directory import Run
 from megaresume.runs.plan import Flags
 from megaresume.stream.errors import StateError, UsageError
 
-#: newest measurements that a median is taken of.
+#: number of newest measurements for a median.
 _NEWEST = 50
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """The times of a run in its ledger, in the layout of its newest checkpoint; seconds, None if it says nothing."""
+    """Times in a run's ledger, for the layout of its newest checkpoint; in seconds, None if unknown."""
 
-    #: the whole of a save, and of how many it is the median.
+    #: the duration of a save, and the number of saves behind this median.
     save: float | None = None
     num_saves: int = 0
-    #: the time of a step without saves, and of how many stretches between checkpoints it is the median.
+    #: the duration of a step without saves, and the number of stretches between checkpoints behind this median.
     step: float | None = None
     num_stretches: int = 0
-    #: the time from the beginning of the process to the first step.
+    #: the time from the start of the process to the first step.
     startup: float | None = None
     num_startups: int = 0
-    #: steps between checkpoints now.
+    #: current number of steps between checkpoints.
     interval: int | None = None
     #: starts after the first one, and the seconds from the first line to the last.
     restarts: int = 0
@@ -58,26 +58,26 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LostTime:
-    """How the hours of a day are spent if checkpoints are saved at one interval."""
+    """The hours of a day at one save interval."""
 
     #: steps between saves.
     steps: int
     #: seconds of training between saves.
     seconds: float
-    #: the hours of a day spent on saves.
+    #: hours per day spent on saves.
     saving: float
     recomputing: float
     restarting: float
 
     @told
     def total(self) -> float:
-        """Hours of a day that are lost."""
+        """Hours lost per day."""
         return self.saving + self.recomputing + self.restarting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seconds:
-    """What an interval is computed from, and what the formulas give: seconds of training between saves."""
+    """What the interval is computed from, and the results of the formulas: seconds of training between saves."""
 
     mtbf: float
     save: float
@@ -89,16 +89,16 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice(Answer):
-    """The recommended interval, and what it rests on."""
+    """The recommended interval, and its basis."""
 
     root: Path
-    #: Daly's, in whole steps.
+    #: Daly's interval, in whole steps.
     save_interval: int
     seconds: Seconds
-    #: the times that were given, and not measured.
+    #: the times that were given instead of measured.
     given: tuple[str, ...]
     measured: Measured
-    #: the intervals from the shortest to the longest; the recommended one and today's among them.
+    #: the intervals from shortest to longest, including the recommended and the current one.
     table: tuple[LostTime, ...] = live()
 
     @property
@@ -108,12 +108,12 @@ class Advice(Answer):
 
     @property
     def now(self) -> LostTime | None:
-        """The row of the interval that the run has now."""
+        """The row of the run's current interval."""
         return next((row for row in self.table if row.steps == self.measured.interval), None)
 
     @told
     def hours_lost_a_day(self) -> list[dict[str, Any]]:
-        """The table, with what its rows are."""
+        """The table as JSON, with the roles of its rows."""
         return [plain(row) | {"recommended": row is self.best, "now": row is self.now} for row in self.table]
 
 
@@ -121,17 +121,17 @@ def young(save: float, mtbf: float) -> float:
     """Seconds of training between saves: ``sqrt(2 save mtbf)``.
 
     J. W. Young, A first order approximation to the optimum checkpoint interval, Communications of the ACM 17 (1974),
-    no. 9, 530-531. Good while a save is much shorter than the time between failures.
+    no. 9, 530-531. Accurate if a save is much shorter than the time between failures.
 
     Args:
-        save: seconds that a save takes.
+        save: duration of a save, in seconds.
         mtbf: mean seconds between failures of the whole job.
     """
     return math.sqrt(2 * save * mtbf)
 
 
 def daly(save: float, mtbf: float) -> float:
-    """Seconds of training between saves, to a higher order; also right where saves are long.
+    """Seconds of training between saves, to a higher order; also accurate for long saves.
 
     ``sqrt(2 s m) (1 + sqrt(s / 2m) / 3 + (s / 2m) / 9) - s`` for ``s < 2m``, else ``m``.
 
@@ -139,7 +139,7 @@ def daly(save: float, mtbf: float) -> float:
     Systems 22 (2006), no. 3, 303-312, equation 37.
 
     Args:
-        save: seconds that a save takes.
+        save: duration of a save, in seconds.
         mtbf: mean seconds between failures of the whole job.
     """
     ratio = save / (2 * mtbf)
@@ -149,25 +149,25 @@ def daly(save: float, mtbf: float) -> float:
 
 
 def losses(intervals: Sequence[int], *, step: float, save: float, restart: float, mtbf: float) -> tuple[LostTime, ...]:
-    """What a day looks like at each interval, in Daly's complete model (2006, equation 20).
+    """The hours of a day at each interval, by Daly's complete model (2006, equation 20).
 
-    Failures come independently of each other, with the mean ``mtbf``, also in saves and restarts. A stretch of ``t``
-    seconds of training and its save take ``m exp(restart / m) (exp((t + save) / m) - 1)`` seconds in the mean.
+    Failures are independent of each other, with mean ``mtbf``, also during saves and restarts. ``t`` seconds of
+    training and their save take ``m exp(restart / m) (exp((t + save) / m) - 1)`` seconds on average.
 
     Args:
         intervals: steps between saves.
-        step: seconds of a step.
-        save: seconds of a save.
+        step: duration of a step, in seconds.
+        save: duration of a save, in seconds.
         restart: seconds from a failure to the first step after it.
         mtbf: mean seconds between failures of the whole job.
 
     Returns:
-        one row for each, hours a day. What is not lost is training that is kept.
+        one row for each, in hours per day. Time that is not lost is training that is kept.
     """
     rows = []
     for steps in intervals:
         trained = steps * step
-        # The exponentials of a stretch far longer than the time between failures: nothing is ever kept.
+        # Limits the exponential: with stretches far longer than the time between failures, nothing is ever kept.
         failures = math.expm1(min((trained + save) / mtbf, 600.0))
         waiting = failures * mtbf * math.expm1(min(restart / mtbf, 600.0))
         running = failures * mtbf
@@ -181,10 +181,10 @@ def losses(intervals: Sequence[int], *, step: float, save: float, restart: float
 
 
 def measure(events: Sequence[LedgerEntry]) -> Measured:
-    """Read times out of a ledger (`LedgerReading.events`). Of what was laid out otherwise than the newest checkpoint
-    nothing is taken.
+    """Read times from a ledger (`LedgerReading.events`), only from checkpoints with the newest one's layout.
 
-    A step's time is that between two checkpoints of one start, without the first one's save, by the steps between.
+    A step's duration is the time between two checkpoints of one start, minus the first one's save, divided by the steps
+    between them.
     """
     saved = [entry for entry in events if entry.kind == "checkpoint"]
     if not saved:
@@ -254,12 +254,13 @@ def advise(
     Args:
         run: the run.
         mtbf: mean seconds between failures of the whole job.
-        save: seconds of a save, in place of the measured ones. Of an asynchronous save: what it holds training up.
-        step: seconds of a step, in place of the measured ones.
-        restart: seconds from a failure to the first step after it; None: as long as starts took, without any queue.
+        save: duration of a save in seconds, instead of the measured one. For asynchronous saves: how long training
+            waits.
+        step: duration of a step in seconds, instead of the measured one.
+        restart: seconds from a failure to the first step after it; None: as long as past starts took, without queueing.
 
     Raises:
-        StateError: the ledger has too little, or cannot be read.
+        StateError: the ledger has too little data, or cannot be read.
     """
     times = {"restart": restart, "save": save, "step": step}
     given = tuple(name for name, value in times.items() if value is not None)
@@ -279,7 +280,7 @@ def advise(
             + " ".join(flag for flag, value in lacking.items() if value is None),
         )
     restart = (measured.startup or 0.0) if restart is None else restart
-    # Below a millisecond nothing was measured: a formula of it would be noise.
+    # Shorter times are measurement noise.
     save, step = max(save, 1e-3), max(step, 1e-6)
     seconds = daly(save, mtbf)
     steps = max(1, round(seconds / step))
@@ -296,7 +297,7 @@ def advise(
 
 
 _UNITS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
-#: seconds; above it nobody means it.
+#: seconds; a longer time must be a mistake.
 _LONGEST = 100 * 365 * 86_400.0
 _DURATION = re.compile(r"(?:[0-9]+(?:\.[0-9]+)?(?:ms|min|[smhd]))+|[0-9]+(?:\.[0-9]+)?")
 
@@ -317,7 +318,7 @@ def duration(text: str) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of ``plan`` that ask for an interval."""
+    """Flags of ``plan`` for the save interval."""
     how = parser.add_argument_group("how often to save (instead of a dry run)")
     how.add_argument(
         "--mtbf", type=duration, metavar="TIME", help="mean time between failures of the whole job: 90m, 6h, 2d"
@@ -333,7 +334,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_asked(args: argparse.Namespace) -> bool:
-    """Whether the flags ask for an interval rather than a dry run."""
+    """Whether the flags ask for a save interval rather than a dry run."""
     return any(value is not None for value in (args.mtbf, args.save_time, args.step_time, args.restart_time))
 
 
@@ -341,8 +342,8 @@ def run(args: argparse.Namespace, flags: Flags) -> int:
     """Recommend an interval. Returns 0.
 
     Args:
-        args: of this part.
-        flags: of the dry run, which this is not.
+        args: the parsed flags of this module.
+        flags: flags of the dry run, which must not be set.
 
     Raises:
         UsageError: a time without ``--mtbf``, or flags of the dry run.

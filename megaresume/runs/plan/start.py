@@ -1,9 +1,9 @@
-"""`Finding`, something to know before a launch; `Findings`, all of them; and the checkpoint a launch starts from.
+"""`Finding`, a fact to know before a launch; `Findings`, a list of them; and the checkpoint that a launch starts from.
 
-`PlannedLaunch`: where the launch would continue: which checkpoint it loads, on which ranks, with which batches.
+`PlannedLaunch`: where the launch would continue: its checkpoint, ranks and batches.
 
-Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads what its tracker names, and we check
-beforehand that this is whole (`hosts.megatron.load_rules`).
+Under DeepSpeed we choose the checkpoint (`Run.choose`). Megatron-LM loads the one that its tracker names, and we check
+beforehand that it is complete (`hosts.megatron.load_rules`).
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from megaresume.stream.state import StreamState
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flags:
-    """Flags of a training program, by Megatron's names; None: as it was when the checkpoint was saved."""
+    """Flags of a training program, by Megatron's names; None: as when the checkpoint was saved."""
 
-    #: data config; None: the one that the run was last saved with.
+    #: data config; None: that of the run's last save.
     data: Path | None = None
     split: str | None = None
     seed: int | None = None
     seq_length: int | None = None
     on_change: OnChange = "refuse"
-    #: the samples and documents to leave out, in addition to what the data config says.
+    #: samples and documents to leave out, in addition to those in the data config.
     skip: SkipConfig = NO_SKIP
     #: load this iteration and no other.
     ckpt_step: int | None = None
     universal_checkpoint: bool = False
-    #: the job converts a ZeRO checkpoint of another number of ranks.
+    #: whether the job can convert a ZeRO checkpoint to its number of ranks.
     elastic: bool = False
-    #: data-parallel size; None: what the nodes make of it, if they are given.
+    #: data-parallel size; None: computed from the nodes, if given.
     dp: int | None = None
     nodes: int | None = None
     micro_batch_size: int | None = None
@@ -57,53 +57,53 @@ class Flags:
     rampup_batch_size: tuple[int, int, int] | None = None
     num_workers: int | None = None
     zero_stage: int | None = None
-    #: the rule by which ranks are balanced; None: as recorded, and nothing is planned to tell what it gains.
+    #: the rule for balancing ranks; None: as recorded, without planning to compute the gain.
     balance: Objective | None = None
     balance_token_cost: int = TOKEN_COST
-    #: the length of the run, once: in steps or in samples. None if not said, and not recorded anywhere.
+    #: the length of the run, either in steps or in samples. None if not given, and not recorded.
     train_iters: int | None = None
     train_samples: int | None = None
 
     @property
     def config(self) -> dict[str, int]:
-        """The flags about the data config."""
+        """The flags that override the data config."""
         given = {"seq_length": self.seq_length, "seed": self.seed}
         return {name: value for name, value in given.items() if value is not None}
 
     @property
     def balanced(self) -> Balance | None:
-        """The rule by which ranks are balanced. Raises UsageError for a bad cost of a token."""
+        """The rule for balancing ranks. Raises UsageError for a bad cost of a token."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
 T = TypeVar("T")
 
-#: refused: the launch would stop with this. warning: it would run, and probably not as it is meant. note: just so.
+#: refused: the launch would stop with this. warning: it would run, but probably not as intended. note: information.
 FindingKind = Literal["refused", "warning", "note"]
-#: fields of an error, and of a finding, besides its headline.
+#: fields of an error, and of a finding, other than its headline.
 _WORDS = ("found", "expected", "cause", "action")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """Something to know before a launch. Its fields are those of `MegaresumeError`."""
+    """A fact to know before a launch. Has the fields of `MegaresumeError`."""
 
     kind: FindingKind
     headline: str
     found: str | None = None
     expected: str | None = None
     cause: str | None = None
-    #: the flag or command that solves it.
+    #: the flag or command that solves the problem.
     action: str | None = None
 
     def lines(self) -> list[str]:
-        """The lines for people."""
+        """The lines to print."""
         words = {name: getattr(self, name) for name in _WORDS}
         return str(MegaresumeError(self.headline, **words)).splitlines()
 
 
 class Findings(list[Finding]):
-    """Everything that was found before a launch."""
+    """All findings about a launch."""
 
     def warn(self, headline: str, **words: str | None) -> None:
         """Add a warning: it would run, but probably not as intended. ``words`` are fields of `Finding`."""
@@ -114,12 +114,12 @@ class Findings(list[Finding]):
         self.append(Finding(kind="note", headline=headline, **words))
 
     def refuse(self, error: MegaresumeError, kind: FindingKind = "refused") -> None:
-        """Add a refusal, in the words of an error."""
+        """Add a refusal, worded as an error."""
         words: dict[str, Any] = {name: None if (v := getattr(error, name)) is None else str(v) for name in _WORDS}
         self.append(Finding(kind=kind, headline=error.headline, **words))
 
     def attempt(self, rule: Callable[[], T]) -> T | None:
-        """Apply a rule of the real resume; a refusal becomes a finding."""
+        """Apply a rule of the real resume, and turn a refusal into a finding."""
         try:
             return rule()
         except MegaresumeError as error:
@@ -132,8 +132,8 @@ class Findings(list[Finding]):
         return any(finding.kind == "refused" for finding in self)
 
 
-#: stream: our samples. guard: Megatron's own datasets, with their order recorded. adopt: the same, not recorded yet.
-#: inside: the state is in the checkpoint alone. fresh: nothing to load. None: refused.
+#: stream: our samples. guard: Megatron's own datasets in a recorded order. adopt: the same, not yet recorded. inside:
+#: the state is only in the checkpoint itself. fresh: nothing to load. None: refused.
 Kind = Literal["stream", "guard", "adopt", "inside", "fresh"]
 
 
@@ -145,7 +145,7 @@ class StartingPoint:
     #: whether Megatron-LM wrote the directory.
     is_megatron: bool
     choice: Choice | None
-    #: the record of the order of a guarded run.
+    #: the recorded order of a guarded run.
     record: OrderRecord | None
     #: the number of optimizer steps done.
     iteration: int
@@ -153,7 +153,7 @@ class StartingPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedLaunch:
-    """A launch that resumes from a state of a stream: what every question about it needs."""
+    """A launch that resumes from a state of a stream: everything that the questions about it need."""
 
     root: Path
     flags: Flags
@@ -163,18 +163,18 @@ class PlannedLaunch:
     is_megatron: bool
     #: the number of optimizer steps done.
     step: int
-    #: the layout of today.
+    #: the current layout.
     now: Topology
-    #: planned global batch sizes of the whole run, the past included; None if not known.
+    #: planned global batch sizes of the whole run, including the past; None if unknown.
     schedule: BatchSchedule | None = None
 
     def steps_until(self, target: int) -> int | None:
-        """The last step that ends at or before a sample; None if not known."""
+        """The last step that ends at or before a sample; None if unknown."""
         return None if self.schedule is None else self.step + steps_until(self.schedule, self.state.samples, target)
 
 
 def steps_until(schedule: BatchSchedule, sample: int, target: int) -> int:
-    """Whole steps from ``sample`` on that end at or before ``target``."""
+    """The number of whole steps from ``sample`` on that end at or before ``target``."""
     high = 1
     while schedule.after(sample, high) <= target:
         high *= 2
@@ -186,7 +186,7 @@ def steps_until(schedule: BatchSchedule, sample: int, target: int) -> int:
 
 
 def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
-    """Decide as the launch would; what it would refuse is added to the findings."""
+    """Decide as the launch would; adds what it would refuse to the findings."""
     is_megatron = any(c.iteration is not None and c.tag == megatron_tag(c.iteration) for c in run.candidates)
     before = len(findings)
     choice, kind, record = None, None, None
@@ -208,7 +208,7 @@ def find_start(run: Run, flags: Flags, findings: Findings) -> StartingPoint:
 
 
 def _streamed(choice: Choice, findings: Findings) -> Kind | None:
-    """``stream`` if the launch continues a stream; None, and a finding, if it cannot."""
+    """``stream`` if the launch can continue a stream; otherwise None, and a finding."""
     state = choice.state
     return "stream" if state is not None and findings.attempt(lambda: bool(stream_of(state))) else None
 
@@ -250,7 +250,7 @@ def _megatron(run: Run, flags: Flags, findings: Findings) -> tuple[Choice | None
         if not (root / megatron_tag(iteration)).is_dir():
             findings.refuse(error)
             return None, None, None
-        # Whole for Megatron, whose tracker moved; the kill came before the records beside it.
+        # Complete for Megatron, whose tracker moved; the kill came before our records were written.
         findings.note(
             "the data state is inside the checkpoint only, so that nothing can be said about the data",
             found=f"{megatron_tag(iteration)}: {error.found}",
@@ -278,7 +278,7 @@ def topology(before: Topology, flags: Flags) -> Topology:
     """The layout of the launch.
 
     Raises:
-        UsageError: nodes are given, and how many ranks they have is not known; or they do not divide.
+        UsageError: nodes are given whose number of ranks is unknown; or the numbers do not divide.
     """
     model = before.tp * before.pp * before.cp
     dp, nodes = flags.dp, flags.nodes
@@ -314,7 +314,7 @@ def topology(before: Topology, flags: Flags) -> Topology:
 
 
 def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int = 0) -> BatchSchedule | None:
-    """The global batch sizes that the flags mean, from a step on that begins at ``start``; None if not known.
+    """The global batch sizes by the flags, from a step on that begins at ``start``; None if unknown.
 
     Raises:
         UsageError: a bad ramp-up.
@@ -330,7 +330,7 @@ def planned_sizes(now: Topology, flags: Flags, *, is_megatron: bool, start: int 
 
 
 def check_layout(launch: PlannedLaunch) -> None:
-    """Check that batches divide over ranks, and that ZeRO's partitions fit."""
+    """Check that batches divide by the ranks, and that ZeRO's partitions fit."""
     now, schedule = launch.now, launch.schedule
     micro = now.micro_batch_size
     if schedule is not None and micro is not None:

@@ -1,7 +1,7 @@
 """The documents of a run with the highest loss: ``megaresume trace RUN --steps A:B --by-loss``.
 
-The processes of the run have written down a sum for each segment (`megaresume.checkpoint.metrics`); which document that
-is follows from the number of its sample. Of a sample that was trained again, after a kill, the later losses count.
+The run's processes recorded a sum for each segment (`megaresume.checkpoint.metrics`); the number of its sample tells
+which document that is. If a sample was trained again after a kill, the later losses count.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class RankedDocument:
 
     source: str
     document: int
-    #: mean over the tokens whose loss counts.
+    #: mean over the tokens that are trained.
     loss: float
     tokens: int
     #: the samples in which it was trained.
     samples: Sequence[int]
     steps: Sequence[int]
-    #: the contents of its segments in them, if asked for: ``text``, or ``token_ids``.
+    #: the contents of its segments in them, if requested: ``text`` or ``token_ids``.
     segments: Sequence[Mapping[str, Any]] | None = optional()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByLoss(Answer):
-    """The documents of some samples by their loss."""
+    """The documents in some samples, ranked by loss."""
 
-    #: [first, stop) samples; and of how many of them losses were written down.
+    #: [first, stop) samples; and how many of them have recorded losses.
     first: int
     stop: int
     found: int
@@ -53,16 +53,16 @@ class ByLoss(Answer):
 
 
 def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Callable[[int], object]) -> ByLoss:
-    """Rank the documents of samples ``first .. stop``.
+    """Rank the documents in samples ``first .. stop``.
 
     Args:
         trace: of the run.
         first, stop: samples.
-        most: documents that are given.
+        most: number of documents to return.
         progress: see `Trace.pieces`.
 
     Raises:
-        CheckpointError: nobody wrote down a loss of these samples.
+        CheckpointError: no loss of these samples was recorded.
     """
     known = read_sums(meter_dir(trace.run.root), first, stop)
     documents = Documents(trace.names)

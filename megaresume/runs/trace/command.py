@@ -114,7 +114,7 @@ def _note(text: str) -> None:
     print(f"megaresume: note: {visible(text)}", file=sys.stderr)
 
 
-#: The flags that other flags need, at least one of each.
+#: Flags that need others, at least one of each group.
 _NEEDED = {
     **dict.fromkeys(("epochs", "until-step"), ("find",)),
     **dict.fromkeys(("text", "csv", "parquet", "records", "images", "by-loss"), ("steps", "samples")),
@@ -175,7 +175,7 @@ def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Callable[[int], object]]:
-    """Show progress on standard error, unless the output itself is shown on the same terminal."""
+    """Show progress on standard error, unless the output goes to the same terminal."""
     if sys.stdout.isatty() and not to_file:
         yield lambda samples: None
         return
@@ -203,14 +203,14 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
                 if form == "text":
                     sys.stdout.write(text)
                     continue
-                data: bytes | memoryview = text.encode("utf-8", "surrogateescape")  # for a program, as it is
+                data: bytes | memoryview = text.encode("utf-8", "surrogateescape")  # for a program: exact bytes
             else:
                 data = writer.write(piece)
             write_bytes(data)
 
 
 def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
-    """Columns of the CSV for records of tar shards."""
+    """Additional CSV columns for records of tar shards."""
     if not trace.records.shards:
         return []
     return [*RECORD_COLUMNS, *(["key", "images", "fault"] if args.records else [])]
@@ -219,7 +219,7 @@ def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
 def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
 ) -> Callable[[TracePiece], Iterable[str]]:
-    """Writes pieces with the text of their segments, or with their records."""
+    """A writer of pieces with the text of their segments, or with their records."""
     decoder = Decoder(sources, _tokenizer(args), _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
     more = _more_columns(args, trace)
@@ -234,7 +234,7 @@ def _decoded(
             yield row
 
     def cells(segment: dict[str, Any]) -> dict[str, Any]:
-        """Lists and mappings as words."""
+        """Turn lists and mappings into text."""
         images, fault = segment.get("images", ()), segment.get("fault")
         words = {"images": image_words(images), "fault": fault and f"{fault['policy']}: {fault['reason']}"}
         return segment | words
@@ -291,7 +291,7 @@ def _parquet(path: Path, trace: Trace, first: int, stop: int) -> None:
 
 
 def _images(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:
-    # Planned first, then written: both take their time.
+    # First planned, then written: both take time.
     with _progress("writing images", trace.work(first, stop) + stop - first, to_file=True) as update:
         written = write_images(args.images, trace, sources, first, stop, augmented=args.augmented, progress=update)
     written.give(_images_text, as_json=args.json)

@@ -1,8 +1,8 @@
-"""Documents as the model sees them, for people: text with images in their places.
+"""Documents as the model sees them, for people: text with images in place.
 
     tokens   12 7 9 I I I I 88 41   -->   a cat <image 384x256, 4 tokens> on a mat
 
-Of a source that says which tokens are trained, the marks of `TRAINED` are around them.
+For a source that knows which tokens are trained, these are enclosed in the marks of `TRAINED`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-#: The marks around what is trained, in texts for people.
+#: The marks around trained text.
 TRAINED = ("⟦", "⟧")
 
 
@@ -40,11 +40,10 @@ class Picture:
 
     #: the name of the image in the record; None if the source has no records.
     member: str | None
-    #: the size in pixels, as stored and turned upright; None if its header cannot be read, or the source has no
-    #: records.
+    #: the size in pixels, upright; None if its header cannot be read, or the source has no records.
     size: tuple[int, int] | None
-    #: place of its first image token in the document, its image tokens, and the place after the last one; None: the
-    #: model is not shown it.
+    #: position of its first image token in the document, number of image tokens, and the position after the last one;
+    #: None: the model does not see it.
     offset: int | None
     num_tokens: int | None
     end: int | None
@@ -66,7 +65,7 @@ class Shown:
     encoder: ImageTextEncoder | None
 
     def text(self, tokenizer: Tokenizer, *, marks: bool = False) -> str:
-        """The text, images in their places; with ``marks`` around what is trained."""
+        """The text with images in place; with ``marks``, trained text is enclosed in them."""
 
         def decode(first: int, stop: int | None) -> str:
             trained = self.encoded.trained[first:stop] if marks else None
@@ -80,23 +79,23 @@ class Shown:
         return "".join([*words, decode(at, None)])
 
     def fault(self) -> dict[str, str] | None:
-        """What the policy for faulty documents did, as plain JSON; None if the document is sound."""
+        """What the policy for faulty documents did, as plain JSON; None if the document is intact."""
         fault = self.encoded.fault
         return None if fault is None else {"policy": fault.policy, "reason": fault.reason}
 
     def augmented(self, number: int) -> Image:
-        """Image ``number`` as augmentation leaves it, before the processor resizes and normalises it."""
+        """Image ``number`` after augmentation, before the processor resizes and normalises it."""
         member = self.pictures[number].member
         assert self.encoder is not None and self.record is not None and member is not None, "an image of a record"
         return self.encoder.augmented_image(self.record, member, self.key, number)
 
 
 def decode_marked(tokenizer: Tokenizer, tokens: npt.NDArray[Any], trained: npt.NDArray[np.bool_] | None) -> str:
-    """The text of tokens, with `TRAINED` around what is trained; None: without."""
+    """The text of tokens, with `TRAINED` around the trained ones; None: without marks."""
     text = tokenizer.decode(tokens)
     if trained is None:
         return text
-    # A text decoded in parts is another text: its beginnings tell where they end in the whole.
+    # Decoding in parts would change the text: use the lengths of its prefixes to find the edges in the whole.
     edges = [edge for run in runs_of(trained) for edge in run]
     places = [len(text) if edge == len(tokens) else len(tokenizer.decode(tokens[:edge])) for edge in edges]
     for k in reversed(range(len(places))):
@@ -105,12 +104,12 @@ def decode_marked(tokenizer: Tokenizer, tokens: npt.NDArray[Any], trained: npt.N
 
 
 def marked_ids(tokens: list[int], trained: Sequence[Sequence[int]], offset: int) -> str:
-    """Token ids as words, with `TRAINED` around what is trained.
+    """Token ids separated by spaces, with `TRAINED` around the trained ones.
 
     Args:
-        tokens: from token ``offset`` of their document on.
-        trained: runs of its tokens.
-        offset: of the first.
+        tokens: those of the document from token ``offset`` on.
+        trained: runs of its trained tokens.
+        offset: of the first token.
     """
     words = list(map(str, tokens))
     for first, stop in trained:
@@ -120,7 +119,7 @@ def marked_ids(tokens: list[int], trained: Sequence[Sequence[int]], offset: int)
 
 
 def of_stage(source: T, name: str, config: StreamConfig) -> T:
-    """The source with the augmentation of a stage, which may differ from the present one."""
+    """The source with the augmentation of a stage, which may differ from the current one."""
     augmented: Any = getattr(source, "augmented", None)
     steps = next((list(s.augment) for s in config.sources if s.name == name), None)
     found: T = source if augmented is None else augmented(steps)
@@ -131,11 +130,11 @@ def show(source: DocumentSource, key: Key) -> Shown:
     """Read a document.
 
     Args:
-        source: of the stage: see `of_stage`.
-        key: which document, and in which epoch.
+        source: for the stage: see `of_stage`.
+        key: the document and the epoch.
 
     Raises:
-        CorpusError: it cannot be read, or is not as its index says, and the policy is ``error``.
+        CorpusError: it cannot be read, or differs from its index, and the policy is ``error``.
         SetupError: its store does not answer.
     """
     encoded = source.encoded(key.document, key)
@@ -148,11 +147,11 @@ def show(source: DocumentSource, key: Key) -> Shown:
         try:
             record = inner.record(start + key.document)
         except CorpusError:
-            found = []  # declared by the policy: the document is masked
+            found = []  # the policy decides: the document is masked
         else:
             found = _images(encoder, record, inner.part(start + key.document))
     pictures = []
-    # A document that was cut has lost images at its end, another one those that are damaged.
+    # A document that was cut lacks images at its end, others those that are damaged.
     shown = {k if image.number is None else image.number: image for k, image in enumerate(encoded.images)}
     for number, (member, size) in enumerate(found):
         image = shown.get(number)
@@ -169,7 +168,7 @@ def show(source: DocumentSource, key: Key) -> Shown:
 
 
 def _images(encoder: ImageTextEncoder, record: Record, part: int) -> list[tuple[str | None, tuple[int, int] | None]]:
-    """Members and sizes in the order of the document; of a record that its template cannot read, in that of names."""
+    """Members and sizes, in document order; in order of names if the template cannot read the record."""
     from megaresume.encoding.images.pieces import image_members
 
     try:
@@ -179,13 +178,13 @@ def _images(encoder: ImageTextEncoder, record: Record, part: int) -> list[tuple[
 
 
 class Decoder:
-    """Adds ``text`` to the segments of samples, by the tokenizer that their corpus was made with; else ``token_ids``.
+    """Adds ``text`` to the segments of samples, by the tokenizer of their corpus; without it, ``token_ids``.
 
     Args:
         sources: the corpora, by name.
-        tokenizer: that of one or more corpora; None: byte tokens need none.
-        note: called with a sentence where token ids must do.
-        marks: put `TRAINED` around what is trained, in texts of sources that say it.
+        tokenizer: that of one or more corpora; None: only byte tokens can be decoded.
+        note: called with a sentence if token ids are used instead.
+        marks: put `TRAINED` around trained text, for sources that know it.
 
     Raises:
         UsageError: the tokenizer is not that of any corpus.
@@ -217,7 +216,7 @@ class Decoder:
         self._marks = marks
         self._with_images = with_images
         self._tokenizers: dict[str, Tokenizer | None] = {
-            # A corpus that another program built does not say: the user knows better.
+            # A corpus built by another program does not record its tokenizer: trust the user.
             name: known.get(record["fingerprint"]) if record is not None else tokenizer
             for name, record in fingerprints.items()
         } | {name: getattr(source.encoder, "tokenizer", None) for name, source in with_images.items()}
@@ -230,9 +229,9 @@ class Decoder:
             )
 
     def rows(self, piece: TracePiece) -> Iterator[dict[str, Any]]:
-        """The rows of `TracePiece.rows`; an image-text document that a policy was applied to has its ``fault``.
+        """The rows of `TracePiece.rows`; an image-text document has its ``fault`` if a policy was applied.
 
-        Segments of sources that say which tokens are trained have ``trained``: runs of tokens of the document.
+        Segments of sources that know which tokens are trained have ``trained``: runs of tokens of the document.
 
         Raises:
             CorpusError: a corpus is damaged, or was made with another tokenizer.
@@ -257,7 +256,7 @@ class Decoder:
             yield row
 
     def _document(self, piece: TracePiece, segment: Mapping[str, Any]) -> dict[str, Any]:
-        """The image-text document of a segment; it is never cut."""
+        """The image-text document of a segment, which is always whole."""
         name = segment["source"]
         source = of_stage(self._with_images[name], name, piece.config)
         key = Key(seed=piece.config.seed, source=name, document=segment["document"], epoch=segment["epoch"])
@@ -275,7 +274,7 @@ def _runs(trained: npt.NDArray[np.bool_], offset: int) -> list[list[int]]:
 
 
 def _record(source: object) -> Mapping[str, Any] | None:
-    """The tokenizer in the file beside a corpus."""
+    """The tokenizer recorded beside a corpus."""
     inner = getattr(source, "source", source)  # a part of a split corpus is a view of it
     found: Mapping[str, Any] | None = getattr(inner, "tokenizer", None)
     return found if isinstance(found, Mapping) else None

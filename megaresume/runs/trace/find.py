@@ -1,8 +1,8 @@
 """When a document of a run was or will be seen: ``megaresume trace RUN --find``.
 
-The permutation is invertible, so that the positions of a document's pieces in any epoch are known at once. Which
-samples hold them only planning tells: from the last state that had not drawn a position yet, found by halving, or ahead
-from the newest state.
+The permutation is invertible, so the positions of a document's pieces in any epoch are known at once. Only planning
+shows which samples they are in: from the last state before a position was drawn, found by bisection, or ahead from
+the newest state.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Status = Literal["trained", "partly trained", "waiting", "left out", "to come", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """When a segment of the document was or will be trained; None where no record tells."""
+    """When a segment of the document was or will be trained; None if no record tells."""
 
     step: int | None
     sample: int
     rank: int | None
     micro_batch: int | None
-    #: where it is in the sample, where in its document, and how long it is, in tokens.
+    #: its position in the sample, its position in the document, and its length, in tokens.
     place: int
     offset: int
     length: int
@@ -46,17 +46,17 @@ class Occurrence:
     """A document in one epoch."""
 
     epoch: int
-    #: the positions of its pieces in the source, epochs included, as far as they are known.
+    #: the known positions of its pieces in the source, counting epochs.
     positions: list[int]
-    #: trained: all of it was, when the newest state was saved. partly trained: some of it was. waiting: drawn then, in
-    #: an open bin. to come: planned ahead. left out: it is in samples that are skipped, or is skipped by its number.
-    #: not planned: further ahead than was asked for. never: the stream ends before it.
+    #: trained: all of it, when the newest state was saved. partly trained: some of it. waiting: drawn then, in an open
+    #: bin. to come: planned ahead. left out: in skipped samples, or skipped by its number. not planned: further ahead
+    #: than requested. never: the stream ends before it.
     status: Status
     parts: list[Seen] = field(default_factory=list)
-    #: pieces of the source that come before it, and about which sample it comes with (not planned).
+    #: pieces of the source before it, and roughly the sample in which it comes (not planned).
     pieces_ahead: int | None = None
     about_sample: int | None = None
-    #: the number of its tokens in samples that are left out.
+    #: the number of its tokens in samples that were left out.
     left_out: int = 0
     #: the step of `about_sample`; None if no record tells.
     about_step: int | None = None
@@ -64,38 +64,38 @@ class Occurrence:
 
 @dataclass(kw_only=True, slots=True)
 class Sought(Answer):
-    """A document that was looked for, and when it was or will be seen."""
+    """A document that was searched for, and when it was or will be seen."""
 
     source: str
     document: int
-    #: the number of its tokens; 0: an empty document, which is passed over.
+    #: the number of its tokens; 0: an empty document, which is skipped.
     tokens: int
     occurrences: list[Occurrence] = field(default_factory=list)
 
 
 @dataclass(kw_only=True, slots=True)
 class _Target:
-    """A target of the search: a piece that was drawn, or the part of a document that is still to come in an epoch."""
+    """A target of the search: a piece that was drawn, or the rest of a document that is still to come in an epoch."""
 
     found: Sought
     occurrence: Occurrence
     #: number of the source.
     source: int
-    #: the position; None: whatever is to come.
+    #: the position; None: anything still to come.
     position: int | None
-    #: the number of its tokens that are missing.
+    #: the number of its tokens not found yet.
     tokens: int
 
 
 def parse_documents(text: str, flag: str = "--find") -> list[tuple[str, int]]:
-    """``web:17,code:5`` as (source, document) pairs; a number alone is of the source before it.
+    """``web:17,code:5`` as (source, document) pairs; a number without a source belongs to the previous one.
 
     Args:
-        text: after the flag.
+        text: the value of the flag.
         flag: for errors.
 
     Raises:
-        UsageError: something else.
+        UsageError: another format.
     """
     documents: list[tuple[str, int]] = []
     for word in text.split(","):
@@ -120,15 +120,14 @@ def find(
     until_sample: int | None = None,
     progress: Callable[[int], object] = lambda samples: None,
 ) -> list[Sought]:
-    """Look for documents.
+    """Search for documents.
 
     Args:
         trace: the run.
         documents: (source, document).
         epochs: plan ahead until each was found in so many epochs.
-        until_sample: plan ahead up to this sample. With neither, nothing is planned ahead but what is drawn already.
-        progress: called with the samples planned since the last call.
-
+        epochs: plan ahead until each was found in this many epochs.
+        until_sample: plan ahead up to this sample. Without either, plan ahead only for what is drawn already.
     Raises:
         UsageError: an unknown source or document; or ``epochs`` of a source that is no longer drawn.
     """

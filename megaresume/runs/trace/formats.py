@@ -9,8 +9,8 @@ A template is a program, int64[pieces, 3] of (what, which, more):
     SEGMENT i          number i of the segment
     NAME i c           literal i + number c of the segment
     HASH               16 hex digits
-    UNLESS_ZERO i n    passes over the next n pieces if number i of the segment is 0
-    IF_KNOWN i n       passes over the next n pieces if number i of the segment is negative
+    UNLESS_ZERO i n    skips the next n pieces if number i of the segment is 0
+    IF_KNOWN i n       skips the next n pieces if number i of the segment is negative
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _put(out, at, program, literals, bounds, sample, identity, segment):  # type
             at = _put_literal(out, at, literals, bounds, which)
         elif what == SAMPLE or what == SEGMENT:  # noqa: SIM109 - compiled
             value = sample[which] if what == SAMPLE else segment[which]
-            # literal 0 stands for what is not known
+            # literal 0 is used for unknown values
             at = _put_literal(out, at, literals, bounds, 0) if value < 0 else _put_number(out, at, value)
         elif what == NAME:
             value = segment[more]
@@ -87,11 +87,12 @@ def write_rows(out, head, row, between, tail, literals, bounds, samples, hashes,
     Args:
         out: uint8[enough], written.
         head, row, between, tail: programs; head and tail have no segment.
+        head, row, between, tail: programs; head and tail have no segment.
         literals, bounds: uint8[bytes], int64[literals + 1].
         samples: int64[n, k]. hashes: uint64[n]. segments: int64[s, c]. starts: int64[n + 1].
 
     Returns:
-        Bytes written.
+        The number of bytes written.
     """
     at = 0
     none = np.zeros(segments.shape[1], np.int64)
@@ -105,13 +106,13 @@ def write_rows(out, head, row, between, tail, literals, bounds, samples, hashes,
     return at
 
 
-#: segments of a row group of Parquet, about.
+#: approximate number of segments in a Parquet row group.
 ROW_GROUP = 1 << 20
 
 Format = Literal["text", "json", "csv"]
 Word = bytes | str
 
-#: columns of the CSV, one segment a line.
+#: columns of the CSV, one line for each segment.
 CSV_COLUMNS = (*SAMPLE_COLUMNS[:4], "place", "source", "epoch", "document", "offset", "length", "hash")
 
 
@@ -129,14 +130,14 @@ def _numbers(columns: Sequence[str]) -> list[Word]:
 
 
 def _if_known(words: Sequence[Word], wanted: bool) -> list[Word]:
-    """The words for a record of a tar shard; none for documents of other sources."""
+    """The words for a record of a tar shard; leaves them out for documents of other sources."""
     return [f"+{len(words)}", *words] if wanted else []
 
 
 def _sections(form: Format, numbered: bool, with_shards: bool, of_items: bool) -> tuple[Sequence[Word], ...]:
-    """The texts of a sample: before its segments, of each, between two, after them.
+    """The parts of a sample: before its segments, for each segment, between two, after them.
 
-    Bytes as they are, text for the number, name or hash of that name.
+    Bytes are literal; a string names a number, name or hash.
     """
     if form == "json":
         absolute: list[Word] = [b', "absolute": ', "absolute"] if numbered else []
@@ -165,7 +166,7 @@ def _sections(form: Format, numbered: bool, with_shards: bool, of_items: bool) -
     return head, [*row, *_if_known(RECORD_WORDS, with_shards)], [b", "], [b"\n"]
 
 
-#: The words for what no record tells, and how a name is written.
+#: The text for unknown values, by format.
 _UNKNOWN: dict[Format, bytes] = {"json": b"null", "csv": b"", "text": b"?"}
 _NAMES: dict[Format, Callable[[str], str]] = {"json": json.dumps, "csv": _csv_cell, "text": one_line}
 
@@ -176,14 +177,14 @@ RECORD_WORDS: tuple[Word, ...] = (
 
 
 class TraceWriter:
-    """Writes pieces in a format.
+    """Writes pieces in one format.
 
     Args:
-        form: which.
+        form: the format.
         names: of the sources.
-        numbered: with the absolute numbers of samples.
+        numbered: include the absolute numbers of samples.
         shards: the tar shards of the run, if it has any.
-        of_items: of what has no tokens: in text, none are named.
+        of_items: items have no tokens: as text, do not mention these.
     """
 
     def __init__(
@@ -247,11 +248,11 @@ class TraceWriter:
 
 
 def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[object]]:
-    """A sample of `TracePiece.rows` as rows of CSV, with one more column for text or tokens if segments have them.
+    """A sample of `TracePiece.rows` as rows of CSV, with a column for text or tokens if its segments have them.
 
     Args:
         row: the sample.
-        more: further columns, of segments that have them.
+        more: further columns, if segments have them.
     """
     rows: list[list[object]] = []
     for segment in row["segments"]:  # type: ignore[attr-defined]
@@ -265,7 +266,7 @@ def csv_rows(row: dict[str, object], more: Sequence[str] = ()) -> list[list[obje
 
 
 def heading(piece: TracePiece) -> str:
-    """The heading of a piece: what holds for its samples, for people."""
+    """The heading of a piece: what its samples have in common, for people."""
     span, config = piece.span, piece.config
     when = (
         ("left out" if piece.past else "to be left out") if piece.left_out else "trained" if piece.past else "to come"
@@ -291,7 +292,7 @@ def heading(piece: TracePiece) -> str:
 
 
 def require_pyarrow() -> Any:
-    """Import ``pyarrow``, or raise an error that says how to install it.
+    """Import ``pyarrow``, or raise an error that explains how to install it.
 
     Raises:
         SetupError: it is not installed.
@@ -303,14 +304,14 @@ def require_pyarrow() -> Any:
 
 
 def write_parquet(path: Path, pieces: Iterable[TracePiece]) -> int:
-    """Write a Parquet file; it gets its name when it is complete.
+    """Write a Parquet file; it is renamed into place when complete.
 
     Returns:
-        Rows written.
+        The number of rows written.
 
     Raises:
-        SetupError: no pyarrow.
-        CheckpointError: the disk refuses.
+        SetupError: pyarrow is missing.
+        CheckpointError: the file cannot be written.
     """
     pyarrow = require_pyarrow()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -350,7 +351,7 @@ def _table(pyarrow: Any, piece: TracePiece) -> Any:
     columns["place"] = pyarrow.array(piece.column("place"))
     if piece.numbered:
         columns["absolute"] = pyarrow.array(np.repeat(piece.samples[:, ABSOLUTE], counts))
-    # The same dictionary in every row group: Parquet then stores a small number for a name.
+    # The same dictionary in every row group, so that Parquet stores small numbers instead of names.
     indices = pyarrow.array(piece.column("source").astype(np.int32))
     columns["source"] = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array(piece.names))
     for name in ("epoch", "document", "offset", "length"):

@@ -1,14 +1,14 @@
-"""The images of samples as files, and a page to look at.
+"""The images in samples as files, and a page to view them.
 
-``megaresume trace --images DIR`` writes the pictures of every image-text segment, with a list and a page of them:
+``megaresume trace --images DIR`` writes the pictures of every image-text segment, with a list and a page:
 
-    DIR/images.jsonl   a line that says what it is, then a line a document: where it was trained, record, text, images
+    DIR/images.jsonl   a line for the file's format, then a line per document: where trained, record, text, images
         index.html     the same to look at
         step_0000007/sample_00000048-segment_01-pages_17-epoch_0-place_000012.png             the member, byte for byte
         step_0000007/sample_00000048-segment_01-pages_17-epoch_0-place_000012.augmented.png   as augmentation left it
 
-Everything is written beside DIR and takes its name when it is complete. A directory is replaced only if each of its
-files is one that its own list names.
+Everything is written to a directory beside DIR, which is renamed when complete. An existing directory is replaced only
+if its own list names each of its files.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ class ImagesWritten(Answer):
     stop: int
     documents: int = 0
     images: int = 0
-    #: the number of images that the model is not shown: of a document that was masked, or after its cut.
+    #: the number of images that the model does not see: in a masked document, or after its cut.
     not_shown: int = 0
-    #: documents that a fault policy was applied to.
+    #: documents for which a fault policy was applied.
     faults: int = 0
 
 
 def check_directory(directory: Path) -> None:
-    """Refuse a directory that holds what `write_images` did not write.
+    """Refuse a directory with files that `write_images` did not write.
 
     Raises:
-        UsageError: it does, or it is not a directory.
+        UsageError: it has some, or it is not a directory.
     """
     if not directory.exists():
         return
@@ -84,7 +84,7 @@ def check_directory(directory: Path) -> None:
 
 
 def _written(directory: Path) -> set[str]:
-    """The files that a directory's own list names."""
+    """The files in a directory's own list."""
     try:
         head, *lines = [json.loads(line) for line in (directory / LIST).read_bytes().splitlines()]
         if head["format"] != FORMAT:
@@ -105,20 +105,20 @@ def write_images(
     augmented: bool = False,
     progress: Callable[[int], object] = lambda samples: None,
 ) -> ImagesWritten:
-    """Write the pictures of samples ``first .. stop``.
+    """Write the pictures in samples ``first .. stop``.
 
     Args:
         directory: new, empty, or written by this function.
         trace: the run.
         sources: its corpora, by name.
         first, stop: samples.
-        augmented: also what augmentation made of each image that the model is shown, as PNG.
+        augmented: also write each image that the model sees after augmentation, as PNG.
         progress: called with the samples planned, and again with those written, since the last call.
 
     Raises:
-        UsageError: the run has no images, or the directory holds something else.
+        UsageError: the run has no images, or the directory has other files.
         CorpusError: a document cannot be read, and its policy is ``error``.
-        CheckpointError: the disk refuses; or see `Trace.pieces`.
+        CheckpointError: a file cannot be written; or see `Trace.pieces`.
     """
     with_images = {name: source for name, source in sources.items() if is_document_source(source)}
     if not any(i in trace.records for i in range(len(trace.names))):
@@ -158,7 +158,7 @@ def write_images(
 
 
 def _replace(new: Path, directory: Path) -> None:
-    """Rename a directory, now that it is complete."""
+    """Rename a complete directory into place."""
     check_directory(directory)  # it may have been filled since
     old = new.with_suffix(".old")
     if directory.exists():
@@ -196,7 +196,7 @@ class _Writer:
         self._page.write(f"<p>{done.images:,} images of {done.documents:,} documents.</p></html>\n")
 
     def write(self, piece: TracePiece, row: Mapping[str, Any]) -> None:
-        """The documents of a sample."""
+        """Write the documents of a sample."""
         for number, segment in enumerate(row["segments"]):
             name = segment["source"]
             if self._trace.names.index(name) not in self._trace.records:
@@ -238,7 +238,7 @@ class _Writer:
         return images
 
     def _stem(self, line: Mapping[str, Any], number: int, place: int | None) -> str:
-        """A path without a suffix, made of our own words alone."""
+        """A path without a suffix that contains no text from the corpus."""
         if line["sample"] is None:
             folder, sample = "left_out", f"absolute_{line['absolute']:08d}"
         else:
@@ -250,23 +250,23 @@ class _Writer:
 
 
 def _suffix(member: str) -> str:
-    """The suffix of an image's name in safe letters: ``jpg`` of ``cats/1.jpg``, of ``1.jpg`` and of ``jpg``."""
+    """The suffix of an image's name in safe characters: ``jpg`` for ``cats/1.jpg``, ``1.jpg`` and ``jpg``."""
     found = re.search(r"(?:\A|[./])([0-9A-Za-z]{1,8})\Z", member)
     return "image" if found is None else found[1]
 
 
 def _file_words(names: list[str]) -> dict[str, str]:
-    """Names of sources as they may stand in file names anywhere; two never become one."""
+    """Names of sources made safe for file names on any system; they stay distinct."""
     words: dict[str, str] = {}
     for i, name in enumerate(names):
         word = re.sub(r"[^A-Za-z0-9_]", "_", name)[:64]
-        taken = {other.lower() for other in words.values()}  # some file systems do not tell cases apart
+        taken = {other.lower() for other in words.values()}  # some file systems ignore case
         words[name] = word if word == name and word.lower() not in taken else f"{word}_{i}"
     return words
 
 
 def _article(line: Mapping[str, Any]) -> str:
-    """A document on the page; whatever the corpus holds is escaped as text."""
+    """A document on the page; all text from the corpus is escaped."""
     where = [("step", line["step"]), ("sample", line["sample"]), ("absolute", line.get("absolute"))]
     where += [("rank", line["rank"]), ("micro-batch", line["micro_batch"]), ("place", line["place"])]
     words = [f"{name} {value}" for name, value in where if value is not None]

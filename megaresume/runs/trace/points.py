@@ -1,7 +1,7 @@
-"""The recorded points of a run, compared with its stream planned again: proof, or the first difference.
+"""Compares the recorded points of a run with its stream planned again: proof, or the first difference.
 
-`read_points` reads them; `check_all` and `check_between` plan each again and compare. `corpus_problems` says which
-corpora are not those of then.
+`read_points` reads them; `check_all` and `check_between` plan up to each and compare. `corpus_problems` names corpora
+that have changed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megaresume.stream.source import LengthSource, check_fingerprint
 from megaresume.stream.state import SourceCursor, StreamState
 from megaresume.stream.stream import Stream
 
-#: The number of samples planned between two signs of life.
+#: Samples planned between two progress updates.
 STRIDE = 1 << 15
 
 
@@ -37,24 +37,24 @@ STRIDE = 1 << 15
 class RecordedPoint:
     """A point in the past of a run, as a checkpoint, a ledger line or a log records it."""
 
-    #: the place where it was recorded, for people.
+    #: where it was recorded, for people.
     origin: str
     #: the number of samples trained.
     sample: int
-    #: rolling digest of them, 16 hex digits.
+    #: rolling digest of these samples, 16 hex digits.
     digest: str
-    #: the fields of the state that say where the stream was, if it was recorded as a whole.
+    #: the fields of the state for the position in the stream, if a whole state was recorded.
     position: dict[str, Any] | None = None
-    #: the branch that the run gave up when it began again from an earlier step. None if it is the present.
+    #: the branch that the run abandoned when it went back to an earlier step; None if it was not abandoned.
     branch: Branch | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedPoint:
-    """A recorded point, and what planning gave for it."""
+    """A recorded point, and the result of planning up to it."""
 
     recorded: RecordedPoint
-    #: the digest; None if the stream could not be planned up to here.
+    #: the digest; None if the stream could not be planned that far.
     digest: str | None
     #: fields of the position that differ.
     fields: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class CheckedPoint:
 
     @property
     def holds(self) -> bool:
-        """Whether the recorded point is that of the stream."""
+        """Whether the recorded point is on the stream."""
         return self.digest == self.recorded.digest and not self.fields
 
 
@@ -72,10 +72,10 @@ def check_points(
 ) -> Iterator[CheckedPoint]:
     """Check recorded points in the order of their samples.
 
-    Ends after a point that could not be planned: nothing after it can be either.
+    Stops after a point that could not be planned: no later one can be.
 
     Args:
-        stream: a stream that begins at or before the first point.
+        stream: begins at or before the first point.
         recorded: the points.
         progress: called with the samples planned since the last call.
     """
@@ -101,13 +101,13 @@ def check_all(
     sources: Mapping[str, LengthSource],
     progress: Callable[[int], object],
 ) -> tuple[list[CheckedPoint], list[str]]:
-    """Check every recorded point in a stream planned from sample 0. Branches that were given up are reported in words.
+    """Check every recorded point against a stream planned from sample 0. Describes abandoned branches in words.
 
-    What was given up and is the same proves as much as the rest; what is not is no longer part of the run.
+    An abandoned point that agrees proves as much as any other; one that does not is no longer part of the run.
 
     Args:
         recorded: the points.
-        state: the newest of the run.
+        state: the newest state of the run.
         sources: its corpora, by name, in the order of its config.
         progress: called with the samples planned since the last call.
     """
@@ -115,7 +115,7 @@ def check_all(
         config = StreamConfig.from_dict(state.config)
         stream = Stream(config, list(sources.values()), past=state)
     except CorpusError:
-        return [], []  # already among the problems of the corpora
+        return [], []  # already among the corpus problems
     checked = list(check_points(stream, recorded, progress=progress))
     given_up = [c for c in checked if c.recorded.branch is not None and not c.holds]
     branches = dict.fromkeys(str(c.recorded.branch) for c in given_up)
@@ -129,7 +129,7 @@ def check_between(
 
     Args:
         recorded: points of the run.
-        replan: the run, without points of its own.
+        replan: the run, without its own points.
         first, stop: samples.
         progress: called with the samples planned since the last call.
     """
@@ -153,29 +153,29 @@ def check_between(
 
 
 def _begun(source: SourceCursor) -> SourceCursor:
-    """A source with only the eras that have begun, since later ones may have been changed."""
+    """A source with only the eras that have begun, as later ones may have been changed since."""
     eras = tuple(era for era in source.eras if era.first < max(source.position, 1))
     return source._replace(eras=eras)
 
 
 def _differ(position: dict[str, Any], point: RecordedPoint, declared: Container[int]) -> tuple[str, ...]:
-    """Names of the fields of a recorded position that are not those found."""
+    """Names of the fields in which a recorded position differs from the planned one."""
     if point.position is None:
         return ()
     then, now = dict(point.position), dict(position)
-    # A source that came later was not drawn yet, and is in no config of the time.
+    # A source added later was not drawn from yet, and is missing in configs of that time.
     now["sources"] = {name: cursor for name, cursor in now["sources"].items() if name in then["sources"]}
     for side in (then, now):
         side["sources"] = {name: _begun(cursor) for name, cursor in side["sources"].items()}
     then["stages"], now["stages"] = ([(s.first, s.name) for s in p["stages"]] for p in (then, now))
     names = list(now)
-    # A list of documents to skip that is declared there, at a resume, is taken out of the open bins.
+    # A list of documents to skip, declared there at a resume, is removed from the open bins.
     moved = [name for name in ("sources", "bins", "pending", "tails") if now[name] != then.get(name)]
     if moved and point.sample in declared:
         names = [name for name in names if name not in moved]
     later = now["stages"][len(then["stages"]) :]
     if later and now["stages"][: len(then["stages"])] == then["stages"] and all(s[0] == point.sample for s in later):
-        # It was recorded before a resume began a stage there, which starts the deficits at zero and may empty the bins.
+        # Recorded before a resume began a stage there, which resets the deficits to zero and may empty the bins.
         names = [name for name in names if name not in ("sources", "bins", "pending", "tails", "stages")]
     return tuple(name for name in names if now[name] != then.get(name))
 
@@ -184,18 +184,18 @@ def _differ(position: dict[str, Any], point: RecordedPoint, declared: Container[
 class Points:
     """Every recorded point of a run."""
 
-    #: every data state that is there.
+    #: every existing data state.
     states: tuple[StepFile, ...]
     #: the recorded points: those of states, then those of the lines of the ledger.
     recorded: tuple[RecordedPoint, ...]
-    #: lines of the ledger that say nothing.
+    #: unreadable lines of the ledger.
     unreadable: tuple[LedgerProblem, ...]
-    #: what ranks added to checkpoints whose weights are there, and is missing or damaged; in words.
+    #: missing or damaged files that ranks added to checkpoints whose weights exist; in words.
     lost: tuple[str, ...] = ()
 
     @property
     def newest(self) -> StreamState:
-        """The newest state on the path to the present."""
+        """The newest state that counts."""
         present = [s for s, point in zip(self.states, self.recorded, strict=False) if point.branch is None]
         return max((step.stream for step in present or self.states), key=lambda state: state.samples)
 
@@ -204,12 +204,12 @@ def read_points(run: Run) -> Points:
     """Read every point from the records of a run.
 
     Raises:
-        CheckpointError: there is nothing to verify.
+        CheckpointError: there are no points.
         StateError: a record is damaged.
     """
     entries, records = run.ledger.entries, records_dir(run.root)
     branches = branches_of(entries)
-    #: of what was saved last under a name.
+    #: the branch of the last save under each name.
     saved = {(e.iteration, e.tag): b for e, b in zip(entries, branches, strict=True) if e.kind == "checkpoint"}
     states = tuple(run.state(path) for path in run.states)
     recorded = [
@@ -244,13 +244,13 @@ def read_points(run: Run) -> Points:
 
 
 def _lost(root: Path, record: StepFile) -> list[str]:
-    """Find what is missing or damaged in the random states and loader states of one checkpoint."""
+    """Missing or damaged random states and loader states of one checkpoint, in words."""
     if not (root / record.tag).is_dir():
         return []
     try:
         manifest = read_manifest(manifest_path(root, record.iteration, record.tag))
     except CheckpointError:
-        return []  # incomplete: never taken
+        return []  # incomplete: never loaded
     return [f"{record.tag}: {problem.detail}" for problem in manifest.verify_beside(root)]
 
 
@@ -258,7 +258,7 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
     """The samples at two recorded steps; None: the beginning, the newest state.
 
     Raises:
-        UsageError: no record is of such a step, naming the nearest; or they stand the wrong way round.
+        UsageError: no record has such a step (names the nearest); or they are in the wrong order.
     """
     by_step = {0: 0} | {point.iteration: point.samples for point in history.points}
     ends = []
@@ -286,12 +286,12 @@ def between(history: History, first: int | None, last: int | None) -> tuple[int,
 
 
 def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recompute: bool) -> list[str]:
-    """Compare the corpora as they are with what a state knows of them.
+    """Compare the current corpora with a state.
 
     Args:
         sources: opened, by name.
         state: of the run.
-        recompute: read the corpora's indexes from end to end; else the records beside them are trusted.
+        recompute: read the whole index of each corpus; otherwise trust the records beside them.
     """
     problems = []
     for name, source in sources.items():
@@ -304,7 +304,7 @@ def corpus_problems(sources: Mapping[str, Source], state: StreamState, *, recomp
 
 
 def _first_gap(source: Source) -> str | None:
-    """The first document that does not end where the next one starts: a damaged length, in words."""
+    """The first document that does not end where the next one starts, which means a damaged length; in words."""
     if not isinstance(source, TokenSource):
         return None
     chunk = 1 << 20

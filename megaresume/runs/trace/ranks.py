@@ -1,17 +1,17 @@
 """Compares what the ranks recorded with the stream planned again, and with the contents of the corpora.
 
-Hashes of what samples and documents hold, read from the corpora: not of what their indexes say.
+Hashes the contents of samples and documents as read from the corpora, not as their indexes describe them.
 
-A sample is hashed as it is trained: its tokens at their places, padding, the pixels of its images, and its loss mask if
-asked for. A document is hashed as it is stored: its tokens, and which are trained if the corpus says it; or the record
-of a source that has records (`record(i)`: the bytes of the members of an image-text record), whenever its first segment
-comes by.
+A sample is hashed as it is trained: its tokens in place, padding, the pixels of its images, and its loss mask if
+requested. A document is hashed as it is stored: its tokens, and which are trained if the corpus knows; or the record,
+for a source that has records (`record(i)`: the bytes of the members of an image-text record), when its first segment
+comes.
 
-Of a step that a rank wrote down is compared:
+For a step that a rank recorded, these are compared:
 
 samples    those that this rank gets in this step, by the batch size and the layout
 order      their identities: source, document, offset and length of every segment
-content    the tokens and pixels that were handed out, where the corpora are read as well
+content    the tokens and pixels that were handed out, if the corpora are read too
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from megaresume.stream.planner import Plan, concatenate
 if TYPE_CHECKING:
     from megaresume.batches.assemble import Assembler
 
-#: The number of samples read at a time: a step of a large run does not have to fit into memory.
+#: Samples read at a time, as a step of a large run may not fit into memory.
 CHUNK = 256
 
 
 @dataclass
 class DocumentDigest:
-    """The digest of what was read of one source."""
+    """The digest of the contents of one source, as far as read."""
 
-    #: the number of documents whose beginning was read.
+    #: the number of documents whose first segment was read.
     documents: int = 0
-    #: xxh3_128 over the hashes of the segments, in the order of the stream.
+    #: xxh3_128 over the hashes of the segments, in stream order.
     _hasher: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
 
     def add(self, value: int, *, begins: bool) -> None:
-        """Add a segment. Returns whether it is the first one of its document."""
+        """Add a segment; ``begins``: it is the first one of its document."""
         self.documents += begins
         self._hasher.update(value.to_bytes(8, "little"))
 
     @property
     def digest(self) -> str:
-        """32 hex digits: the same wherever the same segments are read in the same order."""
+        """32 hex digits, the same on any machine for the same segments in the same order."""
         return self._hasher.hexdigest()
 
 
@@ -70,26 +70,26 @@ class Contents:
 
     Args:
         names: of the sources, in the order of the stream.
-        sources: those, opened; a source that is gone must not be asked for.
+        sources: the open ones; segments of a missing source must not be requested.
     """
 
     def __init__(self, names: Sequence[str], sources: Sequence[Any]) -> None:
         self._names = list(names)
         self._sources: list[Source] = list(sources)
         self._assemblers: dict[str, Assembler] = {}
-        #: the digest of what `documents` has read, by source.
+        #: the digests of what `documents` has read, by source.
         self.digests: dict[str, DocumentDigest] = {}
 
     def samples(self, parts: Sequence[Planned], pad_id: int, *, masks: bool = False) -> npt.NDArray[np.uint64]:
-        """The hashes of what every sample holds: uint64[n], as those of `hash_rows`.
+        """The hashes of the contents of every sample: uint64[n], as from `hash_rows`.
 
         Args:
             parts: consecutive samples.
-            pad_id: token at places without a document.
-            masks: hash which labels count, too.
+            pad_id: token at positions without a document.
+            masks: also hash which labels are trained.
 
         Raises:
-            CorpusError: a document is damaged, or not as long as the index says.
+            CorpusError: a document is damaged, or its length differs from the index.
         """
         from megaresume.batches.batch import BatchArrays
         from megaresume.batches.images import BatchImages
@@ -107,7 +107,7 @@ class Contents:
         return np.concatenate(hashes) if hashes else np.zeros(0, np.uint64)
 
     def _assembler(self, part: Planned, pad_id: int) -> Assembler:
-        from megaresume.batches.assemble import Assembler  # needs torch, which a directory can be proved without
+        from megaresume.batches.assemble import Assembler  # needs torch, which proving a directory does not
 
         config = part.config
         augment = {source.name: list(source.augment) for source in config.sources}
@@ -124,10 +124,10 @@ class Contents:
         return self._assemblers[key]
 
     def documents(self, parts: Sequence[Planned]) -> None:
-        """Hash every segment of these samples; of shards, every record.
+        """Hash every segment of these samples; for shards, every record.
 
         Raises:
-            CorpusError: one cannot be read, or is not as long as the index says.
+            CorpusError: one cannot be read, or its length differs from the index.
         """
         for part in parts:
             table = part.plan.table
@@ -142,7 +142,7 @@ def _hash(source: Source, name: str, document: int, offset: int, length: int) ->
     if record is not None:
         hasher = xxhash.xxh3_64()
         for member, content in sorted(record(document).members.items()):
-            # Lengths are written out so that no two records share an encoding.
+            # With explicit lengths, no two records have the same encoding.
             hasher.update(f"{len(member.encode())} {member} {len(content)} ".encode() + content)
         return int(hasher.intdigest())
     tokens = source.read(document, offset, length)
@@ -163,7 +163,7 @@ def _hash(source: Source, name: str, document: int, offset: int, length: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankDifference:
-    """Something that a rank recorded and planning does not give."""
+    """A record of a rank that differs from the plan."""
 
     step: int
     #: the rank, in words.
@@ -175,31 +175,31 @@ class RankDifference:
 
 @dataclass(kw_only=True, slots=True)
 class RankCheck:
-    """The result of checking what the ranks of a run recorded."""
+    """The result of checking the ranks' records."""
 
     #: steps and lines that agree with the plan; lines whose content was read and compared.
     steps: int = 0
     lines: int = 0
     contents: int = 0
-    #: lines of them that say what the model was given, not only what was handed out.
+    #: lines among them for what the model was given, not only what was handed out.
     seen: int = 0
     #: the differences by step, then rank.
     differences: list[RankDifference] = field(default_factory=list)
-    #: lines of steps that were lost and done again: those that agree, those of another branch of the run.
+    #: lines of lost steps that were repeated: those that agree, and those of another branch of the run.
     lost: int = 0
     given_up: int = 0
-    #: (step, data-parallel ranks without a line); no rank is named if none has one.
+    #: (step, data-parallel ranks without a line); no ranks if all are missing.
     missing: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    #: [first, stop) steps of launches of which no rank wrote down anything.
+    #: [first, stop) steps of launches without a record of any rank.
     unlogged: list[tuple[int, int]] = field(default_factory=list)
-    #: the first line that agrees without saying what the model was given: step, rank in words; None if there is none.
+    #: the first matching line without what the model was given: step, rank in words; None if there is none.
     unseen: tuple[int, str] | None = None
-    #: why it could not be checked to its end.
+    #: why checking stopped early.
     error: MegaresumeError | None = None
 
     @property
     def holds(self) -> bool:
-        """Whether everything recorded is what planning gives, and nothing is missing."""
+        """Whether everything recorded agrees with the plan, and nothing is missing."""
         return self.steps > 0 and not self.differences and not self.missing and self.error is None
 
 
@@ -209,7 +209,7 @@ class _Group:
 
     step: int
     lines: tuple[RankStep, ...]
-    #: [first, stop) samples of the step, as planned; where no record tells, as the lines say.
+    #: [first, stop) samples of the step, as planned; if no record tells, as in the lines.
     samples: tuple[int, int]
     lost: bool
 
@@ -227,9 +227,9 @@ def check_ranks(
 
     Args:
         trace: the run, without comparing.
-        records: what the ranks wrote.
+        records: the ranks' records.
         first, stop: numbers of steps, from 1.
-        content: read the corpora as well; else only what was drawn is compared.
+        content: read the corpora too; otherwise only the identities are compared.
         progress: called with the steps checked since the last call.
     """
     check = RankCheck()
@@ -273,7 +273,7 @@ def check_ranks(
 
 
 def _kept(entries: Sequence[LedgerEntry]) -> list[range]:
-    """The steps of each launch that a later checkpoint holds, so that their lines must be there."""
+    """The steps of each launch that a later checkpoint includes, so that their lines must exist."""
     kept: list[range] = []
     for entry in entries:
         after = entry.iteration + 1
@@ -295,7 +295,7 @@ def _groups(steps: StepMap, records: RankSteps, first: int, stop: int) -> list[_
         if first <= line.step < stop:
             by_step.setdefault((line.step, _span([line])), []).append(line)
     for (step, span), some in by_step.items():
-        # What was lost may have had another batch size: its own word for the samples.
+        # Lost steps may have had another batch size: use the samples that they recorded.
         groups.append(_Group(step, tuple(some), span, lost=True))
     return groups
 
@@ -304,7 +304,7 @@ def _samples_of(steps: StepMap, step: int) -> tuple[int, int] | None:
     try:
         return steps.samples(step, step + 1)
     except (StateError, UsageError):
-        return None  # no record tells: what the lines say of identities is checked all the same
+        return None  # no record tells; the identities in the lines are checked anyway
 
 
 def _span(lines: Sequence[RankStep]) -> tuple[int, int]:
@@ -348,7 +348,7 @@ def _check(group: _Group, parts: list[Planned], contents: Contents | None, check
 
 
 def _expected(line: RankStep, plan: Plan) -> tuple[tuple[int, int], ...]:
-    """The samples that a rank gets in a step."""
+    """The samples of a rank in a step."""
     if line.dp_rank is None or line.dp is None or line.micro_batch_size is None:
         return ((plan.first, plan.stop),)
     if not line.evenly and len(plan) % (line.dp * line.micro_batch_size):

@@ -1,7 +1,7 @@
-"""The stream of a run planned again.
+"""Plans the stream of a run again.
 
-`Replan`: the past from the nearest state, through the stages that were; the future from the newest state, through those
-that are declared. `Past` reads it from front to back. The corpora of a run are looked for wherever they are now.
+`Replan`: the past from the nearest state, through the stages that were; the future from the newest state, through
+declared stages. `Past` reads it in order. Also finds the run's corpora, wherever they are now.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from megaresume.stream.state import StreamState
 def open_corpora(
     root: Path, state: StreamState, *, data: str | None, split: str | None, need_all: bool = False
 ) -> dict[str, Source]:
-    """The corpora of a run by name, without documents that came to them after a state.
+    """The corpora of a run by name, without documents added after a state.
 
     Args:
         root: the run's ``--save`` directory.
         state: a state of the run.
-        data: ``--data``, if it was given; None: the data config that was recorded beside the checkpoints.
-        split: that of the run, where neither says it.
-        need_all: also of sources that the data config no longer has.
+        data: ``--data``, if given; None: the data config recorded beside the checkpoints.
+        split: the run's split, if neither has one.
+        need_all: also require sources that the data config no longer has.
 
     Raises:
         UsageError: there is no data config.
-        ConfigError: it cannot be read, or lacks a source that is needed.
+        ConfigError: it cannot be read, or lacks a required source.
     """
     path = Path(data) if data else data_path(root)
     if not path.is_file():
@@ -59,7 +59,7 @@ def open_corpora(
         )
     named = DataConfig.of(path)
     config = named.stream_config(seq_length=named.mapping.get("seq_length", state.config["seq_length"]))
-    # Under the names that the run knows its sources by.
+    # Under the run's names for its sources.
     config = resolved(config, state.config["sources"])
     known = {name: fingerprint.documents for name, fingerprint in state.fingerprints.items()}
     specs = {source.name: source.options for source in config.sources if source.name in known}
@@ -80,7 +80,7 @@ def open_corpora(
     }
 
 
-#: The samples, and tokens, planned at a time: whichever is less.
+#: Samples and tokens planned at a time, whichever limit comes first.
 BLOCK, BLOCK_TOKENS = 1 << 13, 1 << 26
 FEWEST = 16
 
@@ -92,7 +92,7 @@ class Planned:
     plan: Plan
     stage: str
     config: StreamConfig
-    #: whether the samples are left out of the stream: their numbers are absolute ones.
+    #: whether the samples are left out of the stream, so that their numbers are absolute.
     left_out: bool = False
 
 
@@ -101,12 +101,12 @@ class Replan:
 
     Args:
         history: the run.
-        sources: the corpora, by name; those that are missing are missed where a sample needs them.
-        schedule: batch sizes, for stages to come that are declared by step.
-        compare: whether what is planned is checked against every recorded point.
+        sources: the corpora, by name; a missing one raises when a sample needs it.
+        schedule: batch sizes, for declared stages that begin at a step.
+        compare: check the plan against every recorded point.
 
     Raises:
-        StateError: a corpus is not the one of the run.
+        StateError: a corpus has changed.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Replan:
         for name in state.sources:
             if name in sources:
                 check_fingerprint(name, state.fingerprints.get(name), fingerprint_of(sources[name], name))
-        # The order is that of the records; the data config says where the corpora are.
+        # The order comes from the records; the data config says where the corpora are.
         going_on = reconcile(StreamConfig.from_dict(state.config), {}, state, "refuse")
         self._stages, self.skips = going_on.course.stages, going_on.course.skips
         self._schedule = schedule
@@ -137,17 +137,17 @@ class Replan:
 
     @property
     def last_stage(self) -> str:
-        """Name of the last stage that is known, begun or declared."""
+        """Name of the last known stage, begun or declared."""
         return self._stages[-1].name
 
     @property
     def last_config(self) -> StreamConfig:
-        """The config of the last stage that is known, begun or declared."""
+        """The config of the last known stage, begun or declared."""
         return self._stages[-1].config
 
     @cached_property
     def orders(self) -> Orders:
-        """The orders of the sources: as the newest state has them, or as they will begin."""
+        """The orders of the sources: those in the newest state, or those that they will begin with."""
         piece = self.last_config.seq_length
         return Orders(
             order if order.eras else order.revised(0, documents=len(source), piece=piece if may_be_cut(source) else 0)
@@ -169,14 +169,14 @@ class Replan:
 
         Args:
             first: first sample.
-            stop: one after the last; None: as long as the caller asks, or the stream continues.
+            stop: one after the last; None: until the caller stops, or the stream ends.
             start: a state at or before ``first`` to plan from; None: the nearest.
-            progress: called with the samples planned since the last call, those before ``first`` included.
-            left_out: also what was left out just before one of them.
+            progress: called with the samples planned since the last call, including those before ``first``.
+            left_out: also yield samples that were left out just before one of them.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.
-            CheckpointError: what is planned is not what was recorded.
+            CheckpointError: the plan differs from a record.
         """
         state = start or self.history.before(first)
         course = Course(self._stages, [r.first for r in state.stages] if state is not None else [0], self._schedule)
@@ -200,8 +200,8 @@ class Replan:
                 raise _ended(planner.position, stop, self.history)
 
     def _check(self, plan: Plan) -> None:
-        """Compare the digests of a point with the recorded ones."""
-        # Beyond `plan.first`, up to `plan.stop`.
+        """Compare the digests in a plan with the recorded ones."""
+        # After `plan.first`, up to and including `plan.stop`.
         low, high = (bisect_right(self._points, end, key=lambda p: p.samples) for end in (plan.first, plan.stop))
         for point in self._points[low:high]:
             digest = f"{int(plan.digests[point.samples - plan.first - 1]):016x}"
@@ -216,7 +216,7 @@ class Replan:
 
 
 class Past:
-    """Plans a run forward, without keeping what it planned: asked again, it plans again.
+    """Plans a run forward without keeping the plan; plans again for an earlier sample.
 
     Args:
         replan: the run.
@@ -224,11 +224,11 @@ class Past:
 
     def __init__(self, replan: Replan) -> None:
         self._replan = replan
-        #: the first sample that was asked for last.
+        #: the first sample of the last request.
         self._first: int | None = None
 
     def blocks(self, first: int, stop: int) -> list[Planned]:
-        """Samples ``first .. stop``, cut where a stage begins.
+        """Samples ``first .. stop``, split at stages.
 
         Raises:
             StreamExhausted: the stream ends before ``stop``.
@@ -251,7 +251,7 @@ class Past:
 
 def _by_stage(plan: Plan, course: Course, given_up: list[tuple[int, Plan]]) -> Iterator[Planned]:
     cuts = {plan.first, plan.stop, *(first for first in course.began if plan.first < first < plan.stop)}
-    # What was left out stands before the sample that came in its place.
+    # Samples left out come before the one that replaced them.
     before = {at: [p for place, p in given_up if place == at] for at, _ in given_up}
     for first, stop in itertools.pairwise(sorted(cuts | set(before))):
         index = course.index_at(first)

@@ -1,11 +1,11 @@
-"""What the samples of a run hold, which rank trained them, and which records of tar shards they come from.
+"""The contents of a run's samples, the ranks that trained them, and their records in tar shards.
 
-`ShardRecords`: which record of which tar shard an image-text document is.
+`ShardRecords`: the record and tar shard of an image-text document.
 
 fill        from the index alone, for millions of segments: shard, number in it, images, image tokens
 describe    from the record itself: its key, and every image with its size and tokens
 
-`Trace`: what any sample of a run holds, and where it was trained; `Dealt`: its place in its global batch.
+`Trace`: the contents of any sample of a run, and where it was trained; `Dealt`: its position in its global batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 def shard_source(source: object) -> tuple[ShardSource, int] | None:
-    """The tar shards of a source, and the number there of its first document; None if it has none."""
-    if not is_document_source(source):  # text has no need for what reads shards
+    """The shard source of a source, and the number in it of the first document; None if it has none."""
+    if not is_document_source(source):  # avoids importing the reader of shards for text
         return None
     from megaresume.data.shard_source import ShardSource
 
@@ -48,13 +48,13 @@ class ShardRecords:
     """The tar-shard records of a run's documents.
 
     Args:
-        sources: of the run, in its order.
+        sources: those of the run, in order.
     """
 
     def __init__(self, sources: Sequence[object]) -> None:
         found = {i: shard_source(source) for i, source in enumerate(sources)}
         self._sources = {i: one for i, one in found.items() if one is not None}
-        #: the shards of all sources, as their indexes call them.
+        #: the shards of all sources, as named in their indexes.
         self.shards: list[str] = []
         self._first_shard: dict[int, int] = {}
         for i, (source, _) in self._sources.items():
@@ -66,7 +66,7 @@ class ShardRecords:
         return source in self._sources
 
     def fill(self, which: Int64Array, documents: Int64Array, out: Int64Array) -> None:
-        """Write (number in ``shards``, record in the shard, images, image tokens), -1 for what is not known.
+        """Write (number in ``shards``, record in the shard, images, image tokens); -1 for unknown.
 
         Args:
             which: int64[s], number of the source.
@@ -84,7 +84,7 @@ class ShardRecords:
             out[rows] = np.stack(columns, axis=1)
 
     def place(self, source: int, document: int) -> dict[str, Any]:
-        """The place of one document, as plain JSON; empty for a document of another source."""
+        """The place of one document as plain JSON; empty if its source has no shards."""
         if source not in self._sources:
             return {}
         out = np.empty((1, 4), np.int64)
@@ -99,7 +99,7 @@ class ShardRecords:
         }
 
     def describe(self, source: int, document: int) -> dict[str, Any]:
-        """The key and the images (member, pixels, tokens) of a document, in its order; or the ``error``.
+        """The key and the images (member, pixels, tokens) of a document, in order; or the ``error``.
 
         Raises:
             SetupError: the store of its shard does not answer.
@@ -120,7 +120,7 @@ class ShardRecords:
 
 
 def record_words(row: Mapping[str, Any]) -> str:
-    """The record of a document in words, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
+    """The record of a document, for people: ``(pages-0.tar #3, images: 2 of 40 tokens)``."""
     if "shard" not in row:
         return ""
     place = f"{row['shard']} #{row['record']}"
@@ -138,43 +138,43 @@ def image_words(images: Sequence[Mapping[str, Any]]) -> str:
 
 #: columns of `TracePiece.samples` and of `TracePiece.segments`.
 SAMPLE_COLUMNS = ("step", "sample", "rank", "micro_batch", "tokens")
-#: column of `TracePiece.samples`: the number of the sample if nothing were left out.
+#: column of `TracePiece.samples`: the number that the sample would have if none were left out.
 ABSOLUTE = 5
 SEGMENT_COLUMNS = ("source", "epoch", "document", "offset", "length", "place", "end")
-#: further columns of `TracePiece.segments` where the run has tar shards: which shard, the number of the record in it,
-#: images and their tokens; `UNKNOWN` for documents of other sources.
+#: further columns of `TracePiece.segments` if the run has tar shards: shard, number of the record in it, images and
+#: their tokens; `UNKNOWN` for documents of other sources.
 RECORD_COLUMNS = ("shard", "record", "num_images", "image_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracePiece:
-    """Consecutive samples of one stage, one batch size and one layout: n samples, s segments."""
+    """Consecutive samples with one stage, batch size and layout: n samples, s segments."""
 
     #: names of the sources.
     names: list[str]
     stage: str
     config: StreamConfig
     span: Span
-    #: trained when the newest state was saved.
+    #: whether they were trained when the newest state was saved.
     past: bool
-    #: int64[n, 6]: `SAMPLE_COLUMNS` and `ABSOLUTE`; `UNKNOWN` where no record tells.
+    #: int64[n, 6]: `SAMPLE_COLUMNS` and `ABSOLUTE`; `UNKNOWN` if no record tells.
     samples: Int64Array
     #: uint64[n]: identities of the samples.
     hashes: npt.NDArray[np.uint64]
-    #: int64[s, 7]: `SEGMENT_COLUMNS`: place is that in the sample, end the offset after the segment; all in tokens.
-    #: int64[s, 11] if there are ``shards``: `RECORD_COLUMNS` too.
+    #: int64[s, 7]: `SEGMENT_COLUMNS`: place is the position in the sample, end the offset after the segment; in tokens.
+    #: int64[s, 11] if there are ``shards``: also `RECORD_COLUMNS`.
     segments: Int64Array
     #: int64[n + 1]: the segments of sample k are ``starts[k] .. starts[k + 1]``.
     starts: Int64Array
-    #: whether these samples were not trained: they have absolute numbers alone.
+    #: whether these samples were left out of training, so that they only have absolute numbers.
     left_out: bool = False
-    #: whether the run leaves anything out, so that absolute numbers say something.
+    #: whether the run leaves anything out, so that absolute numbers differ.
     numbered: bool = False
     #: names of all tar shards of the run.
     shards: Sequence[str] = ()
 
     def column(self, name: str) -> Int64Array:
-        """A column of ``samples`` (int64[n]) or of ``segments`` (int64[s]), by its name."""
+        """A column of ``samples`` (int64[n]) or of ``segments`` (int64[s]), by name."""
         if name in SAMPLE_COLUMNS:
             return self.samples[:, SAMPLE_COLUMNS.index(name)]
         return self.segments[:, (*SEGMENT_COLUMNS, *RECORD_COLUMNS).index(name)]
@@ -201,24 +201,24 @@ class TracePiece:
 
 
 class Dealt:
-    """The place of each sample in its global batch, also with balanced ranks.
+    """The position of each sample in its global batch, also with balanced ranks.
 
-    Those are dealt by the lengths of all samples of the global batch, which are planned again for it.
+    Balancing uses the lengths of all samples in the global batch, which are planned again.
 
     Args:
-        replan: plans its samples again.
+        replan: plans them.
     """
 
     def __init__(self, replan: Replan) -> None:
         self._past = Past(replan)
-        #: the last global batch: its first sample, and the places of its samples.
+        #: the last global batch: its first sample, and the positions of its samples.
         self._last: tuple[int, Int64Array] | None = None
 
     def places(self, span: Span, first: int, stop: int) -> Int64Array:
-        """The places of samples in their global batches, from 0: int64[n]; `UNKNOWN` where no record tells.
+        """The positions of samples in their global batches, from 0: int64[n]; `UNKNOWN` if no record tells.
 
         Args:
-            span: that they lie in.
+            span: has these samples.
             first, stop: the samples.
 
         Raises:
@@ -254,15 +254,15 @@ class Dealt:
 
 
 class Trace:
-    """The stream of a run, planned again as far as it is asked for.
+    """The stream of a run, planned again as far as needed.
 
     Args:
         run: the run.
-        sources: its corpora, by name; those that are missing are missed where a sample needs them.
-        compare: whether what is planned is checked against every recorded point.
+        sources: its corpora, by name; a missing one raises when a sample needs it.
+        compare: check the plan against every recorded point.
 
     Raises:
-        StateError: a corpus is not the one of the run.
+        StateError: a corpus has changed.
     """
 
     def __init__(self, run: Run, sources: Mapping[str, LengthSource], *, compare: bool = True) -> None:
@@ -301,7 +301,7 @@ class Trace:
     def pieces(
         self, first: int, stop: int, *, progress: Callable[[int], object] = lambda samples: None
     ) -> Iterator[TracePiece]:
-        """Samples ``first .. stop``, in order, some thousand at a time.
+        """Samples ``first .. stop``, in order, some thousands at a time.
 
         Raises:
             StreamExhausted, CheckpointError, CorpusError: see `Replan.plans`.
@@ -358,12 +358,12 @@ class Trace:
 
 
 def places(lengths: Int64Array, starts: Int64Array, align: int) -> Int64Array:
-    """The token at which each segment begins in its sample.
+    """The first token of each segment in its sample.
 
     Args:
         lengths: int64[s], of the segments.
         starts: int64[n + 1], the segments of each sample.
-        align: tokens that a place is a multiple of.
+        align: positions are multiples of this many tokens.
     """
     taken = -(-lengths // align) * align
     before = np.cumsum(taken) - taken
@@ -376,14 +376,14 @@ def _samples(plan: Plan, span: Span, places: Int64Array) -> Int64Array:
     step = np.full(len(plan), UNKNOWN)
     if span.batch_size is not None:
         num = (sample - span.step_sample) // span.batch_size
-        # An iteration counted from another start than the samples may not reach back to them.
+        # The steps may have been counted from a later start than the samples.
         step = np.where(span.step + num > 0, span.step + num, UNKNOWN)
     rank, micro_batch = _ranks(span, places).T
     return np.stack([step, sample, rank, micro_batch, plan.tokens(), sample], axis=1)
 
 
 def _ranks(span: Span, places: Int64Array) -> Int64Array:
-    """(rank, micro-batch) of places in a global batch, int64[n, 2]; `UNKNOWN` where no record tells."""
+    """(rank, micro-batch) for positions in a global batch, int64[n, 2]; `UNKNOWN` if no record tells."""
     if span.ranks is None:
         return np.full((len(places), 2), UNKNOWN, np.int64)
     dp, micro = span.ranks
