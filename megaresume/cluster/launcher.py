@@ -1,11 +1,11 @@
-"""A launcher starts a launch of a training, stops it in a given way, and lets it come back:
+"""A launcher starts a launch of a training, stops it in a given way, and lets it resume:
 
-    launcher.check(...)            refused before anything runs
+    launcher.check(...)            refuses before anything runs
     job = launcher.start(launch)   the first launch
-    job.stop(kind)                 stopped, and every process of it gone
-    job = launcher.start(next, after=job)   a requeued job comes back by itself, with other nodes; any other is launched
+    job.stop(kind)                 stopped; all of its processes are gone
+    job = launcher.start(next, after=job)   a requeued job resumes by itself, on other nodes; any other is launched
 
-A launch is what changes between the starts of a run: nodes, ranks, flags.
+A launch is what changes between starts of a run: nodes, ranks, flags.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, get_args
 
-#: how a job is stopped. ``sigkill``: SIGKILL to one rank. ``sigterm``: SIGTERM to the launch script. ``requeue``: as
-#: ``scontrol requeue`` does. ``node-down``: a node of the job is lost. ``walltime``: the time limit. ``preempt``: a job
-#: of higher priority takes the nodes.
+#: how a job is stopped. ``sigkill``: SIGKILL to one rank. ``sigterm``: SIGTERM to the launch script. ``requeue``: like
+#: ``scontrol requeue``. ``node-down``: the job loses a node. ``walltime``: the time limit. ``preempt``: a job of higher
+#: priority takes the nodes.
 Kind = Literal["sigkill", "sigterm", "requeue", "node-down", "walltime", "preempt"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -26,62 +26,62 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 class Launch:
     """One launch of the training."""
 
-    #: nodes, and ranks on each.
+    #: number of nodes, and ranks on each.
     nodes: int
     ranks_per_node: int
-    #: flags of the launch script, after its own.
+    #: additional flags for the launch script.
     flags: tuple[str, ...]
-    #: set for the launch script, on top of the environment.
+    #: additional environment variables for the launch script.
     env: tuple[tuple[str, str], ...]
-    #: the directory for checkpoints, logs, records; below the directory of the smoke test.
+    #: the directory for checkpoints, logs and records, below that of the smoke test.
     run_dir: Path
-    #: the name for jobs and logs: ``reference``, ``run``.
+    #: the name in jobs and logs: ``reference``, ``run``.
     name: str
 
 
 class RunningLaunch(Protocol):
-    """A launch that was started."""
+    """A running launch."""
 
     def running(self) -> bool:
-        """Whether it runs, waits for its nodes, or will come back."""
+        """Whether it runs, waits for its nodes, or will resume."""
 
     def stop(self, kind: Kind) -> float:
-        """Stop it in that way, and wait until every process of this attempt is gone.
+        """Stop it in this way, and wait until all processes of this attempt are gone.
 
         Returns:
             when it was stopped: seconds of `time.time`.
 
         Raises:
-            SetupError: it cannot be stopped so, or continued.
+            SetupError: it cannot be stopped in this way, or cannot be continued.
         """
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end; the exit status.
+        """Wait for its end; returns the exit status.
 
         Raises:
             SetupError: not within ``timeout`` seconds; it is ended first.
         """
 
     def text(self) -> str:
-        """What it has printed so far, on all nodes."""
+        """Its output so far, on all nodes."""
 
     def close(self) -> None:
-        """End whatever still runs, and undo what `stop` did to the cluster."""
+        """End everything that still runs, and undo what `stop` did to the cluster."""
 
 
 class Launcher(Protocol):
     """Starts the jobs of a scenario."""
 
-    #: where the jobs run, in words; for a cluster once `check` has asked it.
+    #: where the jobs run, in words; for a cluster, known after `check`.
     description: str
 
     def check(self, launches: Sequence[Launch], kinds: Sequence[Kind]) -> None:
-        """Find out whether all of it can run here.
+        """Check that everything can run here.
 
         Raises:
-            UsageError: a partition that does not exist, more nodes than there are.
-            SetupError: no Slurm here, no permission, clocks of nodes that differ, a directory that not every node sees.
+            UsageError: a partition that does not exist, too few nodes.
+            SetupError: no Slurm here, no permission, nodes whose clocks differ, a directory that a node does not see.
         """
 
     def start(self, launch: Launch, *, after: RunningLaunch | None = None) -> RunningLaunch:
-        """Start it; ``after``: it continues where this stopped job was."""
+        """Start a launch; ``after``: a stopped job to be continued."""

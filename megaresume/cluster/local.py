@@ -1,10 +1,10 @@
-"""Launchers of this machine: of a training program, and of a launch script, once for every node.
+"""Launchers on this machine: for a training program, and for a launch script that is started once per node.
 
-    LocalPrograms   torchrun                            what the demo starts
+    LocalPrograms   torchrun                            used by the demo
     LocalLauncher   bash SCRIPT FLAGS   NNODES=2 NODE_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=...  ->  logs/1.node0.log
                     bash SCRIPT FLAGS   NNODES=2 NODE_RANK=1 ...                                    ->  logs/1.node1.log
 
-One rank, or one node, is found by the mark of `Processes`, and killed.
+A rank or a node is found by the mark of `Processes`, and killed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megaresume.cluster.launcher import Kind, Launch, RunningLaunch
 from megaresume.cluster.processes import LocalJob, Processes, send_kill
 from megaresume.stream.errors import SetupError
 
-#: Variables of a job that is to leave the GPUs of this machine alone.
+#: Variables for a job that must not use this machine's GPUs.
 ON_CPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this machine that this process may use, as CUDA_VISIBLE_DEVICES names them; without asking torch."""
+    """The GPUs available to this process, as in CUDA_VISIBLE_DEVICES; without torch."""
     if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in named.split(",") if name]
     numbers = (entry.name.removeprefix("nvidia") for entry in Path("/dev").glob("nvidia[0-9]*"))
@@ -35,13 +35,13 @@ def visible_gpus() -> list[str]:
 
 
 class Devices:
-    """The devices of the ranks of jobs whose nodes are all this machine: a GPU for each, or CPUs for all.
+    """The devices of ranks for jobs whose nodes are all this machine: a GPU for each, or CPUs for all.
 
-    NCCL refuses two ranks on one GPU, and losses of a job on CPUs differ from those on GPUs: if one of the jobs that
-    are to be compared has more ranks than there are GPUs, all of them train on CPUs.
+    NCCL refuses two ranks on one GPU, and losses on CPUs differ from those on GPUs: if any of the jobs to be compared
+    has more ranks than there are GPUs, all of them train on CPUs.
 
     Args:
-        most: ranks of the largest of the jobs.
+        most: ranks of the largest job.
     """
 
     def __init__(self, most: int) -> None:
@@ -53,11 +53,11 @@ class Devices:
 
     @property
     def warning(self) -> str:
-        """A warning about GPUs that are not used; empty if there is none."""
+        """A warning about unused GPUs; empty if there are none."""
         return f"   {self.description}" if self._too_few else ""
 
     def of_node(self, node: int, ranks: int) -> dict[str, str]:
-        """Variables for one of the nodes of a job, each of so many ranks."""
+        """Variables for a node of a job, with this many ranks per node."""
         if self._too_few:
             return ON_CPUS
         if not self._gpus:
@@ -88,7 +88,7 @@ class LocalPrograms:
         return LocalJob(self._program, launch.flags, num_processes=ranks, output=output, env=env)
 
 
-#: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as schedulers have it.
+#: seconds between a signal, or the loss of a rank, and SIGKILL for all that is left, as with schedulers.
 GRACE = 60.0
 #: The signals that Slurm would send to the script, by kind of stop.
 _SENT = {"sigterm": signal.SIGTERM, "requeue": signal.SIGTERM, "preempt": signal.SIGTERM, "walltime": signal.SIGUSR1}
@@ -98,7 +98,7 @@ class LocalLauncher:
     """Starts a launch script on this machine.
 
     Args:
-        script: of one node, as ``launch/torchrun.sh`` is.
+        script: for one node, like ``launch/torchrun.sh``.
         most: ranks of the largest job.
     """
 
@@ -122,7 +122,7 @@ class LocalLauncher:
 
 
 class LocalScript(Processes):
-    """A launch script that was started, once for every node."""
+    """A running launch script, started once per node."""
 
     own_session = True
 
@@ -149,7 +149,7 @@ class LocalScript(Processes):
                 if process.poll() is None:
                     process.send_signal(_SENT[kind])
         else:
-            # Of the last node; the first one hosts the place where the ranks meet, and would be missed at once.
+            # The last node: the first one hosts the rendezvous, so its loss would be noticed at once.
             node = len(self._processes) - 1
             members = self._members(str(node))
             victims = _ranks(members)[-1:] if kind == "sigkill" else list(members)
@@ -164,7 +164,7 @@ class LocalScript(Processes):
             while victims:
                 for pid in victims:
                     send_kill(pid)
-                # Of a lost node also those that were started while the others were killed.
+                # For a lost node, also processes started while the others were killed.
                 victims = list(self._members(str(node))) if kind == "node-down" else []
         ended = self._gone_within(self._grace)
         self.close()
@@ -196,7 +196,7 @@ class LocalScript(Processes):
 
 
 def _ranks(processes: dict[int, bytes]) -> list[int]:
-    """The processes that are ranks: a launcher started them, not a rank whose workers they are."""
+    """The processes that are ranks: started by a launcher, not by a rank, as its workers are."""
     told = {pid for pid, environment in processes.items() if b"\0RANK=" in environment}
     ranks = []
     for pid in told:

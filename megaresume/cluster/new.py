@@ -1,4 +1,4 @@
-"""``megaresume new TRAINER``: a starting point for a trainer, a short program that runs as it is."""
+"""``megaresume new TRAINER``: writes a starting point for a trainer, a short program that runs as it is."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class Start:
     source: str
     #: the name of the program in the user's directory.
     program: str
-    #: the command that starts it; the same words resume it.
+    #: the command that starts it, and also resumes it.
     command: str
     #: the extra of megaresume that installs what the program imports.
     extra: str
-    #: the data that its data.yaml names; None: it has none.
+    #: the data in its data.yaml; None: it has none.
     data: Literal["sums", "colours"] | None = None
 
 
@@ -95,10 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files, and say how to start.
+    """Write the files, and print how to start.
 
     Raises:
-        UsageError: a file of that name is there already, or the directory is a file.
+        UsageError: a file with one of the names exists, or the directory is a file.
     """
     start = STARTS[args.trainer]
     directory = args.dir or Path(f"megaresume-{args.trainer}")
@@ -165,7 +165,7 @@ def _shard(part: int) -> bytes:
 
 
 def _png(colour: tuple[int, ...], side: int) -> bytes:
-    """A square of it, of ``side`` pixels; https://www.w3.org/TR/png-3/."""
+    """A square of one colour, with ``side`` pixels per edge; https://www.w3.org/TR/png-3/."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -176,7 +176,7 @@ def _png(colour: tuple[int, ...], side: int) -> bytes:
 
 
 def _sums() -> str:
-    """The corpus: a thousand documents of a few additions each, as JSON lines."""
+    """The corpus: a thousand documents with a few additions each, as JSON lines."""
     rows = []
     for number in range(1000):
         sums = [(number + 7 * i, 3 * number + i) for i in range(1 + number % 5)]

@@ -1,4 +1,4 @@
-"""`own_directory`: the directory that the demo, or the smoke test, fills."""
+"""`own_directory`: the output directory of the demo or the smoke test."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from megaresume.stream.errors import UsageError
 
 
 def own_directory(out: Path, *, mark: str, what: str, overwrite: bool) -> None:
-    """Make it, empty but for the mark.
+    """Create the directory, empty except for the mark.
 
     Args:
         out: the directory.
-        mark: name of the file that says whose it is.
+        mark: name of the file that marks the directory as ours.
         what: what fills it, in a word.
-        overwrite: remove what an earlier one has left.
+        overwrite: remove an earlier output.
 
     Raises:
-        UsageError: it is not empty, and not to be removed; it is not a directory, or cannot be made.
+        UsageError: it is not empty and must not be removed; it is not a directory, or cannot be created.
     """
     try:
         _make(out, mark, what, overwrite)

@@ -1,7 +1,7 @@
-"""Programs of this machine, under a launcher, as groups of processes: `LocalJob`.
+"""`LocalJob`: programs on this machine, under a launcher, as groups of processes.
 
-Killing is SIGKILL: no handler runs, no file is closed. All is killed at once, as when a node dies. The mark of
-`Processes` tells the node of each process, whoever has started it.
+Killing means SIGKILL to all processes at once, as when a node dies: no handler runs, no file is closed. The mark of
+`Processes` shows the node of each process, whichever process started it.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def keep_port() -> socket.socket:
-    """A TCP port that nobody listens on, kept until the socket is closed.
+    """Reserve a TCP port on which nobody listens, until the socket is closed.
 
     The socket is bound, so that nobody else is given the port, and does not listen: a program that sets SO_REUSEADDR,
-    as torch's store does, can listen there in the meantime. The port is not one of those that the system gives to
-    outgoing connections.
+    as torch's store does, can listen there in the meantime. The port is outside the system's range for outgoing
+    connections.
 
     Raises:
-        SetupError: there is none.
+        SetupError: no port is free.
     """
     last = 32_768
     with contextlib.suppress(OSError, ValueError, IndexError):
         last = max(int(_RANGE.read_text().split()[0]), _FIRST + 1)
-    draw = random.SystemRandom()  # jobs that start at the same moment must not try the same ones
+    draw = random.SystemRandom()  # jobs started at the same moment must not try the same ports
     for _ in range(200):
         kept = socket.socket()
         with contextlib.suppress(OSError):
             kept.bind(("", draw.randrange(_FIRST, last)))
-            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # now: two that set it before could both bind
+            kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # only now, or two could both bind
             return kept
         kept.close()
     raise SetupError(
@@ -57,35 +57,36 @@ def keep_port() -> socket.socket:
 
 
 def free_port() -> int:
-    """The number of such a port, which is not kept: another job may be given it before somebody listens there.
+    """The number of such a port, without reserving it: another job may get it before it is used.
 
     Raises:
-        SetupError: there is none.
+        SetupError: no port is free.
     """
     with keep_port() as kept:
         return int(kept.getsockname()[1])
 
 
-#: begins the name of the variable that marks the processes of a job.
+#: the prefix of the variable that marks the processes of a job.
 MARK = "MEGARESUME_JOB_"
 
 
 class Processes:
-    """Processes of this machine, and all that they have started: found wherever they moved to, and all of them ended.
+    """Processes on this machine and all of their descendants, which are found and ended even if they change their
+    parent.
 
-    A variable of the environment marks them, which they inherit, also in a job within this one.
+    An environment variable marks them; descendants inherit it, also those in a nested job.
 
     Args:
-        output: file in which to look if something goes wrong.
+        output: the file to look at if something goes wrong.
     """
 
-    #: whether each has a session of its own, so that Ctrl-C does not reach it.
+    #: whether each gets its own session, so that Ctrl-C does not reach it.
     own_session = False
 
     def __init__(self, output: Path) -> None:
         self.output = output
         self._mark = f"{MARK}{uuid.uuid4().hex}"
-        #: the port at which the ranks meet, until the job is over.
+        #: the port where the ranks meet, until the job is over.
         self._port = keep_port()
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -100,18 +101,18 @@ class Processes:
         )
 
     def text(self) -> str:
-        """What the job has printed so far."""
+        """The job's output so far."""
         raise NotImplementedError
 
     def running(self) -> bool:
-        """Whether any of those that were started is."""
+        """Whether any of the started processes is running."""
         return any([process.poll() is None for process in self._processes])  # noqa: C419  all of them are to be reaped
 
     def wait(self, timeout: float = 600) -> int:
-        """Wait for the end; when one process fails, the others are killed, as a launcher does.
+        """Wait for the end; if one process fails, the others are killed, as by a launcher.
 
         Returns:
-            exit status: 0, or the first that is not.
+            exit status: 0, or the first that is nonzero.
 
         Raises:
             SetupError: it is still running after ``timeout`` seconds; it is killed first.
@@ -124,7 +125,7 @@ class Processes:
         return 0
 
     def wait_until(self, condition: Callable[[], bool], *, timeout: float = 600) -> bool:
-        """Wait until a condition holds or the job has ended; say whether the condition holds.
+        """Wait until a condition holds or the job has ended; returns whether it holds.
 
         Raises:
             SetupError: neither within ``timeout`` seconds; the job is killed first.
@@ -149,14 +150,14 @@ class Processes:
         """SIGKILL every process of the job, launcher and ranks and workers, and wait for their ends.
 
         Returns:
-            how many were killed.
+            the number of killed processes.
         """
         killed = set()
         while members := self._members():
             for pid in members:
                 if send_kill(pid):
                     killed.add(pid)
-            self.running()  # reaps those that are over
+            self.running()  # reaps those that have ended
             time.sleep(0.01)
         for process in self._processes:
             process.wait()
@@ -164,7 +165,7 @@ class Processes:
         return len(killed)
 
     def _members(self, value: str | None = None) -> dict[int, bytes]:
-        """The processes of this job, whose mark has this value, by number, and their environments."""
+        """The processes of this job whose mark has this value: number -> environment."""
         mark = f"\0{self._mark}=".encode() + (b"" if value is None else f"{value}\0".encode())
         found = {}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
@@ -176,28 +177,28 @@ class Processes:
 
 
 def send_kill(pid: int) -> bool:
-    """SIGKILL; whether there was such a process."""
+    """Send SIGKILL; returns whether the process existed."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
         return True
     return False
 
 
-#: ``torchrun`` and ``deepspeed``: under that launcher. ``env``: the processes themselves, told by environment
-#: variables who they are, as Slurm does; starts in half the time.
+#: ``torchrun`` and ``deepspeed``: under that launcher. ``env``: the processes themselves, with environment variables
+#: for their rank, as under Slurm; starts in half the time.
 Launcher = Literal["torchrun", "deepspeed", "env"]
 
 
 class LocalJob(Processes):
-    """A run of ``num_processes`` ranks; use it in a ``with`` statement, at whose end whatever still runs is killed.
+    """A run of ``num_processes`` ranks, as a context manager that kills everything still running at its end.
 
     Args:
         program: a module (``megaresume.cluster.training``) or the path of a script.
         arguments: of the program.
-        num_processes: ranks.
-        output: file that gets what all ranks print; appended to.
+        num_processes: number of ranks.
+        output: file for the output of all ranks; appended to.
         launcher: how they are started.
-        env: variables on top of this process's environment.
+        env: additional environment variables.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class LocalJob(Processes):
     ) -> None:
         super().__init__(output)
         self._seen_from = output.stat().st_size if output.exists() else 0
-        # ninja and the launchers of this environment first: a second ninja on the path makes DeepSpeed compile again.
+        # ninja and the launchers of this environment first: with another ninja first, DeepSpeed compiles again.
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         base = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"} | dict(env or {})
         base[self._mark] = "1"
@@ -235,13 +236,13 @@ class LocalJob(Processes):
                 self._processes.append(self._start(command, variables, file))
 
     def text(self) -> str:
-        """What this job has printed so far."""
+        """This job's output so far."""
         with open(self.output, "rb") as file:
             file.seek(self._seen_from)
             return file.read().decode("utf-8", "replace")
 
     def stop(self, kind: Kind) -> float:
-        """See `RunningLaunch`: whatever the kind, all of it is killed at once."""
+        """See `RunningLaunch`: for any kind, everything is killed at once."""
         at = time.time()
         self.kill()
         return at
@@ -265,7 +266,7 @@ def _identity(rank: int, size: int, port: str) -> dict[str, str]:
 
 
 def ask(*words: str) -> dict[str, Any]:
-    """Ask a command of the program, with --json; the answer includes its exit status.
+    """Run a command of the program with --json; the answer includes its exit status.
 
     Raises:
         SetupError: it printed nothing.

@@ -1,11 +1,11 @@
-"""The steps that a training recorded; and a run compared with an undisturbed one, step by step. Without torch.
+"""The steps that a training recorded; and a comparison of a run with an undisturbed one, step by step. Without torch.
 
-    records                    one line a step, of all ranks (`megaresume.cluster.training.logging`)
-    records/rank_00000.jsonl   a file a rank (`megaresume.checkpoint.records.rank_log`): Megatron-LM, megaresume.attach
+    records                    one line per step, for all ranks (`megaresume.cluster.training.logging`)
+    records/rank_00000.jsonl   one file per rank (`megaresume.checkpoint.records.rank_log`)
 
-Both become a `RunRecords`. A step that was trained, lost to a kill and trained again has a line of each attempt; the
-last one counts. What a directory does not have is None there: hashes over all ranks, losses. Its losses are those that
-the training printed.
+Both become a `RunRecords`. A step that was trained, lost to a kill and trained again has a line for each attempt; the
+last one counts. A directory of rank files lacks hashes over all ranks and losses: these are None there. Its losses are
+read from the training's log.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class RunRecords:
     starts: tuple[dict[str, Any], ...]
     #: the last line of each step.
     steps: dict[int, dict[str, Any]]
-    #: lines of steps that were trained again later: the work that kills cost.
+    #: lines of steps that were trained again later: the work lost to kills.
     lost: tuple[dict[str, Any], ...]
-    #: the last validation, by name of the validation set, by step.
+    #: the last validation, by name of the set, then by step.
     validations: dict[str, dict[int, dict[str, Any]]]
     #: the last measurement of the held-out accuracy, by step.
     held_out: dict[int, dict[str, Any]]
 
 
 def read_records(path: str | Path) -> RunRecords:
-    """Read a file of JSON lines. A last line that a kill cut short is left out.
+    """Read a JSON lines file, leaving out a last line that a kill truncated.
 
     Raises:
         UsageError: no such file, or a line that is not a record.
@@ -68,7 +68,7 @@ def read_records(path: str | Path) -> RunRecords:
 
 
 def assemble(records: Iterable[dict[str, Any]]) -> RunRecords:
-    """A run from its lines, in order of time: what lies after the place that a start went back to is lost."""
+    """Build the records of a run from its lines, in order of time; lines after where a start resumed are lost."""
     starts: list[dict[str, Any]] = []
     steps: dict[int, dict[str, Any]] = {}
     lost: list[dict[str, Any]] = []
@@ -92,7 +92,7 @@ def read_any(path: Path) -> RunRecords | None:
     """The records of a run; None if there are none yet.
 
     Raises:
-        UsageError: a file of something else.
+        UsageError: the file is something else.
     """
     if path.is_dir():
         return _read_directory(path)
@@ -100,13 +100,13 @@ def read_any(path: Path) -> RunRecords | None:
 
 
 def with_losses(records: RunRecords, log: Path) -> RunRecords:
-    """Add the losses of a printed log to steps that have none."""
+    """Add the losses in a printed log to steps that have none."""
     if all(record.get("loss") is not None for record in records.steps.values()):
         return records
     try:
         losses = read_losses(log).steps
     except UsageError:
-        return records  # it prints none that is known
+        return records  # it prints none in a known format
     for step, record in records.steps.items():
         if record.get("loss") is None and step in losses:
             record["loss"] = losses[step].value
@@ -116,7 +116,7 @@ def with_losses(records: RunRecords, log: Path) -> RunRecords:
 def _read_directory(path: Path) -> RunRecords | None:
     launches: dict[tuple[int, int], dict[str, Any]] = {}
     for file in sorted(path.glob("rank_*.jsonl")):
-        # A line that was cut short by a kill is passed over: its step is missing then.
+        # Skips a line that a kill truncated: its step is missing then.
         for key, start, fields in lines_of(file, []):
             layout = {name: int(start[name]) for name in ("dp", "micro_batch_size")}
             common = {name: start[name] for name in ("event", "step", "samples", "digest", "time")}
@@ -168,15 +168,15 @@ _FIELDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Losses:
-    """The losses of the steps that both runs have a loss of."""
+    """The losses of the steps for which both runs have one."""
 
     compared: int
-    #: steps that must be equal bit for bit: none before them, and not they, had another layout. And those that are.
+    #: steps that must be equal bit for bit, as neither they nor earlier steps had another layout; and those that are.
     exact: int
     exact_equal: int
     #: the number of losses that are equal bit for bit.
     equal: int
-    #: largest difference relative to the reference, and its step; what is allowed.
+    #: largest difference relative to the reference, and its step; the limit.
     largest: float
     largest_step: int | None
     tolerance: float
@@ -184,17 +184,17 @@ class Losses:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunComparison:
-    """Whether a run trained on what the reference trained on: every step that it did, also those that it did again."""
+    """Whether a run trained what the reference trained, in every step, including repeated ones."""
 
     #: the number of steps of the reference.
     steps: int
-    #: steps that were done twice, since a kill came between them and the next checkpoint.
+    #: steps that were done twice because a kill came before the next checkpoint.
     redone: int
-    #: numbers of the steps, in order, whose samples, or their content, are not the reference's; that the run lacks.
+    #: steps, in order, whose samples or their content differ from the reference's; steps that the run lacks.
     different_samples: tuple[int, ...]
     different_content: tuple[int, ...]
     missing: tuple[int, ...]
-    #: steps that both runs have; steps whose hashes can be compared directly.
+    #: steps in both runs; steps whose hashes can be compared directly.
     compared: int
     hashed: int
     losses: Losses
@@ -232,15 +232,15 @@ def compare_runs(
     exact: bool = False,
     nodes: Sequence[int] = (),
 ) -> RunComparison:
-    """Compare every step that the run did, also those that it did again.
+    """Compare every step of the run, including repeated ones.
 
     Args:
         reference, run: their records.
         steps: of the reference.
-        done: steps that the run must have; fewer where the test was given up. None: all.
-        tolerance: relative difference of losses that another order of sums may make; infinity: any number.
-        exact: losses must be equal bit for bit as long as the layout is that of the reference.
-        nodes: by start of the run; the first is that of the reference, too.
+        done: steps that the run must have; fewer if the test was given up. None: all.
+        tolerance: relative difference of losses allowed for another order of summation; infinity: no limit.
+        exact: losses must be equal bit for bit while the layout is that of the reference.
+        nodes: by start of the run; the first is also the reference's.
     """
     trained: dict[int, list[dict[str, Any]]] = {step: [record] for step, record in run.steps.items()}
     for record in run.lost:
@@ -296,7 +296,7 @@ def _what(one: Sequence[Any], other: Sequence[Any]) -> str:
 
 
 def _starts(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, str]]:
-    """A start must stand where the reference stood."""
+    """Differences between starts of the run and the reference at the same step."""
     for start in run.starts:
         step = start["step"]
         if (before := reference.steps.get(step)) is None:
@@ -335,7 +335,7 @@ def _losses(
         record = run.steps.get(step)
         if record is None or record.get("loss") is None or expected.get("loss") is None:
             continue
-        # The attempt that did it: the last one that began before it.
+        # The attempt with this step: the last one that began before it.
         attempt = max((k for k, start in enumerate(run.starts) if start["step"] < step), default=0)
         same_nodes = not nodes or nodes[min(attempt, len(nodes) - 1)] == nodes[0]
         unchanged = unchanged and _same_layout(record, expected) and same_nodes
@@ -346,7 +346,7 @@ def _losses(
         words = f"step {step}: loss: reference {one!r}, run {other!r}"
         if must_be_equal and one != other:
             wrong.append((step, words))
-        if not apart[step] <= tolerance:  # a NaN, too
+        if not apart[step] <= tolerance:  # also for NaN
             wrong.append((step, f"{words}: {apart[step]:.1e} apart, allowed {tolerance:.0e}"))
     worst = max(apart, key=lambda step: (math.isnan(apart[step]), apart[step]), default=None)
     largest = 0.0 if worst is None else apart[worst]

@@ -1,12 +1,12 @@
-"""Start a training, stop it, resume it on another layout, compare: what `megaresume demo` and `megaresume smoke` do.
+"""Starts a training, stops it, resumes it on another layout, and compares; for the demo and the smoke test.
 
     the undisturbed run   [first layout .........................]
     the run               [first layout ....x
                                       [second layout ....x
                                                   [third layout ..]
 
-A `Scenario` runs both; what is launched, by which launcher, and what is said of it is a subclass's: the demo trains on
-this machine and kills everything at once, the smoke test launches a script on any cluster and stops it in every way.
+A `Scenario` runs both. A subclass decides on launches, launcher and output: the demo trains on this machine and kills
+everything at once; the smoke test launches a script on any cluster and stops it in every way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megaresume.cluster.records import RunRecords
 from megaresume.cluster.watch import Watch
 from megaresume.stream.errors import MegaresumeError, SetupError
 
-#: seconds: how often the records are looked at; within which a job that is told to be over has to be.
+#: seconds: between looks at the records; within which a job must end once its run is finished.
 POLL, ENDING = 0.02, 300.0
 _GRACEFUL = ("sigterm", "requeue", "walltime", "preempt")
 #: Prints a line for people.
@@ -31,11 +31,11 @@ Say = Callable[[str], None]
 
 
 class GaveUp(MegaresumeError):
-    """Raised when the scenario cannot continue; what was found so far is still reported.
+    """Raised when the scenario cannot continue; results so far are still reported.
 
     Args:
-        headline, more: of every error.
-        output: the end of what the job has printed.
+        headline, more: as for every error.
+        output: the end of the job's output.
     """
 
     def __init__(self, headline: str, *, output: str | None = None, **kwargs: Any) -> None:
@@ -59,23 +59,23 @@ class Stop:
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """One start of the run, as a part of the scenario."""
+    """One start of the run in the scenario."""
 
     number: int
-    #: the layout that it runs on, see `Scenario.layouts`.
+    #: its layout, see `Scenario.layouts`.
     layout: Any
-    #: the step that it resumed from, and the last one that it did.
+    #: the step that it resumed from, and its last step.
     first: int
     last: int
-    #: seconds of `time.time` at which its first step was done.
+    #: when its first step was done, in seconds of `time.time`.
     first_step_at: float
-    #: seconds that its first step was late because of the data; None if not recorded.
+    #: seconds of delay of the first step due to the data; None if not recorded.
     data_seconds: float | None
 
 
 @dataclass(kw_only=True, slots=True)
 class StopResult:
-    """One stop, and how the run came back; None if it did not."""
+    """One stop, and how the run resumed; None if it did not."""
 
     kind: str
     before: Any
@@ -85,13 +85,13 @@ class StopResult:
     #: seconds of `time.time`.
     at: float
     resumed_from: int | None = None
-    #: seconds from the stop to the first new step; and those of them that are due to the data.
+    #: seconds from the stop to the first new step; and how many of them are due to the data.
     seconds: float | None = None
     data_seconds: float | None = None
 
     @property
     def lost(self) -> int | None:
-        """Steps that had to be trained again."""
+        """The number of steps that had to be trained again."""
         return None if self.resumed_from is None else self.step - self.resumed_from
 
 
@@ -101,7 +101,7 @@ class Found:
 
     attempts: list[Attempt] = field(default_factory=list)
     stops: list[StopResult] = field(default_factory=list)
-    #: what proves that it failed, or proved nothing; what is worth knowing besides.
+    #: what shows that it failed or proved nothing; other notes.
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -111,16 +111,16 @@ class Scenario:
 
     Args:
         launcher: starts and stops the jobs.
-        found: is filled.
-        layouts: of the attempts; each says its number of ``ranks``.
+        found: gets the results.
+        layouts: of the attempts; each has its number of ``ranks``.
         undisturbed: layout of the undisturbed run.
         stops: between the attempts.
         steps: of each run.
         save_interval: steps between checkpoints.
-        patience: seconds without anything new after which it gives up.
+        patience: seconds without progress after which it gives up.
     """
 
-    #: the name of the reference's launches, also in front of the bar and in errors.
+    #: the name of the reference's launches, also shown with the bar and in errors.
     undisturbed_name = "reference"
 
     def __init__(
@@ -147,44 +147,44 @@ class Scenario:
         raise NotImplementedError
 
     def records(self, name: str) -> Path:
-        """File or directory of what is recorded of the steps."""
+        """File or directory of the recorded steps."""
         raise NotImplementedError
 
     def log(self, name: str, number: int) -> Path:
-        """The file with the output of an attempt."""
+        """The file for the output of an attempt."""
         raise NotImplementedError
 
     def keep_log(self, name: str, number: int, text: str) -> None:
-        """Keep what an attempt has printed."""
+        """Save the output of an attempt."""
         self.log(name, number).write_text(text, encoding="utf-8", errors="surrogateescape")
 
     def recorded(self, layout: Any, topology: dict[str, Any]) -> Any:
-        """The layout, as the training itself tells it."""
+        """The layout that the training itself recorded."""
         return layout
 
     def may_stop(self, attempt: Attempt, step: int) -> bool:
-        """Whether a stop after this step proves something."""
+        """Whether a stop after this step would prove anything."""
         return True
 
     def began(self, number: int, layout: Any) -> None:
-        """An attempt was launched."""
+        """Called when an attempt was launched."""
 
     def came_back(self, attempt: Attempt, stopped: StopResult) -> None:
-        """An attempt has done its first step, after a stop."""
+        """Called when an attempt has done its first step after a stop."""
 
     def was_stopped(self, attempt: Attempt, kind: Kind, text: str) -> None:
-        """An attempt was stopped; ``text`` is what it has printed."""
+        """Called when an attempt was stopped; ``text`` is its output."""
 
     def ended(self, attempt: Attempt, text: str) -> None:
-        """The last attempt has ended by itself."""
+        """Called when the last attempt has ended by itself."""
 
     # ---- both runs
 
     def run_undisturbed(self) -> None:
-        """The run that nobody disturbs.
+        """Do the undisturbed run.
 
         Raises:
-            GaveUp, SetupError: it failed, or did not get on.
+            GaveUp, SetupError: it failed, or made no progress.
         """
         name, who = self.undisturbed_name, f"the {self.undisturbed_name}"
         job = self._start(name, self.undisturbed, None)
@@ -207,10 +207,10 @@ class Scenario:
             self.keep_log(name, 1, job.text())
 
     def run(self) -> None:
-        """The run that is stopped in every way, and comes back.
+        """Do the run that is stopped in every way and resumes.
 
         Raises:
-            GaveUp, SetupError: it cannot be stopped, did not come back, or came back as another run.
+            GaveUp, SetupError: it could not be stopped, did not resume, or resumed as another run.
         """
         watch = self._watch("run")
         job: RunningLaunch | None = None
@@ -227,7 +227,7 @@ class Scenario:
             watch.close()
 
     def close(self) -> None:
-        """End whatever still runs, and give back what was taken: all of it, whatever fails."""
+        """End everything that still runs, and return what was taken, even if some of that fails."""
         for job in self._jobs:
             try:
                 job.close()
@@ -260,7 +260,7 @@ class Scenario:
             self._stop(stop, attempt, job, watch)
 
     def _stop(self, stop: Stop, attempt: Attempt, job: RunningLaunch, watch: Watch) -> None:
-        # Seen late, the run may be just at a checkpoint: a little later, so that a stop without warning costs steps.
+        # When noticed late, the run may be at a checkpoint: wait a little, so that a stop without warning costs steps.
         self._until(
             job, watch, lambda: watch.reached(0) and self.may_stop(attempt, watch.step), f"attempt {attempt.number}"
         )
@@ -342,7 +342,7 @@ class Scenario:
             )
 
     def _check_starts(self, number: int, watch: Watch) -> None:
-        """Every launch has one start."""
+        """Check that every launch has recorded one start."""
         if watch.starts > number:
             raise GaveUp(
                 f"the job continued after it was stopped: attempt {number} started {watch.starts - number + 1} times",
@@ -352,8 +352,8 @@ class Scenario:
             )
 
     def _check_ranks(self, number: int, layout: Any, topology: dict[str, Any]) -> None:
-        """The resume on other ranks is what is tested."""
-        # Of records of ranks only the data-parallel size is known, which divides the ranks.
+        """Check that it resumed on the planned number of ranks, which is what is tested."""
+        # Rank records only have the data-parallel size, which divides the number of ranks.
         found = topology.get("world_size", layout.ranks if layout.ranks % topology["dp"] == 0 else topology["dp"])
         if found != layout.ranks:
             raise GaveUp(
@@ -376,7 +376,7 @@ class Scenario:
         return Watch(self.records(name), self.steps, f"  {name}")
 
     def _until(self, job: RunningLaunch, watch: Watch, condition: Callable[[], bool], who: str) -> bool:
-        """Wait for it; False: the job ended before."""
+        """Wait for a condition; False: the job ended first."""
         since = time.monotonic()
         while True:
             running = job.running()
@@ -403,7 +403,7 @@ class Scenario:
             raise GaveUp(f"{who} failed after its last step", found=f"status {status}", output=_tail(job))
 
     def _no_steps(self, who: str, name: str, watch: Watch, job: RunningLaunch) -> GaveUp:
-        """The job has ended, and its last step is not that of the plan."""
+        """The error for a job that ended before its planned last step."""
         status = job.wait(ENDING)
         if watch.records is None and not status:
             return GaveUp(
@@ -426,7 +426,7 @@ _IGNORED = "the launch script ignores its arguments, and so --megaresume-log-sam
 
 
 def _tail(job: RunningLaunch) -> str:
-    """The end of its output, without what a launcher adds when a rank has failed."""
+    """The end of its output, without a launcher's messages after a rank has failed."""
     text = job.text()
     ends = [
         text.find(mark) for mark in ("distributed/elastic/multiprocessing/api.py", "sigkill_handler") if mark in text

@@ -1,4 +1,4 @@
-"""`Watch`: how far a run is, by what it records of its steps; with a bar for people."""
+"""`Watch`: the progress of a run, from its recorded steps; shows a bar."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megaresume.cluster.records import RunRecords, read_any
 
 
 class Watch:
-    """Looks at the records again and again.
+    """Follows the records of a run.
 
     Args:
         records: file or directory.
         steps: of the whole run.
-        what: in front of the bar.
+        what: shown with the bar.
     """
 
     def __init__(self, records: Path, steps: int, what: str) -> None:
@@ -24,11 +24,11 @@ class Watch:
         self._path = records
         self._size = -1
         self._times: list[float] = []
-        #: the last step done, and where the last start began.
+        #: the last step done; and where the last start began.
         self.step = 0
-        #: the records as read last; None: nothing yet.
+        #: the records as last read; None: none yet.
         self.records: RunRecords | None = None
-        #: seconds of `time.monotonic` when there was something new.
+        #: when the records last changed, in seconds of `time.monotonic`.
         self.changed = time.monotonic()
         self._bar = tqdm(total=steps, desc=what, unit="step", disable=None, leave=False, file=sys.stderr)
         self.reached(None)
@@ -40,17 +40,17 @@ class Watch:
 
     @property
     def start(self) -> int:
-        """The step that the last one began with; 0: there is none."""
+        """The step that the last start began with; 0 without a start."""
         return int(self.records.starts[-1]["step"]) if self.records is not None and self.records.starts else 0
 
     @property
     def step_seconds(self) -> float:
-        """The seconds of a step, the average of the last ones."""
+        """Seconds per step, averaged over the last ones."""
         last = self._times[-4:]
         return (last[-1] - last[0]) / max(len(last) - 1, 1) if last else 0.0
 
     def reached(self, step: int | None) -> bool:
-        """Look again; say whether this step is done (None: no)."""
+        """Read the records again; returns whether this step is done (None: False)."""
         size = _size(self._path)
         if size != self._size:
             self._size = size
@@ -70,7 +70,7 @@ class Watch:
 
 
 def _size(path: Path) -> int:
-    """Bytes, in all files."""
+    """Bytes of a file, or of all files in a directory."""
     if path.is_dir():
         return sum(file.stat().st_size for file in path.iterdir())
     return path.stat().st_size if path.exists() else 0

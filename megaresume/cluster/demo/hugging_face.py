@@ -1,9 +1,9 @@
 """The demo of Hugging Face's Trainer: functions, docstrings and articles of this machine's Python, and a small Llama.
 
-Each source is a map-style dataset, as users have them: a text by its number, nothing converted.
+Each source is a map-style dataset, as users have them: texts by number, without any conversion.
 
-The program that is started and killed is this module: a Trainer, attached by one call. What the model was given is
-written down by a Trainer of its own class, from the tensors of each training step, as the records of
+This module is also the program that the demo starts and kills: a Trainer, attached by one call. A Trainer subclass
+records what the model was given, from the tensors of each training step, in the format of
 `megaresume.cluster.training.logging`.
 """
 
@@ -29,12 +29,12 @@ from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, SOURCES, Demo, DemoS
 from megaresume.cluster.scenario import Say
 from megaresume.cluster.training.logging import SampleLog, StepRecord
 
-#: bytes of a text that are trained; padding has a token of its own.
+#: bytes of a text that are trained; the padding token.
 LENGTH, PADDING = 128, 256
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """The texts of a file of JSON lines, one byte a token.
+    """The texts in a JSON lines file, one token per byte.
 
     Args:
         path: of the file.
@@ -57,7 +57,7 @@ def datasets_in(directory: Path) -> dict[str, tuple[Texts, str]]:
 
 
 def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Items, padded to `LENGTH`: ``input_ids``, ``attention_mask`` and ``labels``, int64[n, LENGTH]."""
+    """Items padded to `LENGTH`: ``input_ids``, ``attention_mask`` and ``labels``, int64[n, LENGTH]."""
     rows = [torch.tensor(item["input_ids"]) for item in items]
     tokens = torch.stack([torch.nn.functional.pad(row, (0, LENGTH - len(row)), value=PADDING) for row in rows])
     there = tokens != PADDING
@@ -89,7 +89,7 @@ TRAINER = Demo(
     unit="items",
     prepare=_prepare,
     flags=_flags,
-    # Written beside the first checkpoint: the datasets by the numbers of their items.
+    # Written beside the first checkpoint; describes the datasets by item numbers.
     config=lambda out, _: data_path(out / "run"),
 )
 
@@ -109,9 +109,9 @@ def _arguments() -> argparse.Namespace:
 
 
 class Recorder(Trainer):
-    """A Trainer that notes the rows of every training step."""
+    """A Trainer that records the rows of every training step."""
 
-    #: the rows of this rank, by micro-batch: a hash of each without its padding.
+    #: the rows of this rank, by micro-batch: a hash of each, without its padding.
     rows: list[list[int]]
     #: the loss of each micro-batch.
     losses: list[float]
@@ -126,11 +126,11 @@ class Recorder(Trainer):
 
 
 class Writer(TrainerCallback):
-    """Writes a line of each step, of all ranks together.
+    """Writes one line per step, covering all ranks.
 
     Args:
-        trainer: whose steps.
-        loader: what it reads from.
+        trainer: the trainer.
+        loader: the loader that it reads from.
         path: of the records.
     """
 
@@ -141,7 +141,7 @@ class Writer(TrainerCallback):
         self._began = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note where this start begins."""
+        """Record where this start begins."""
         topology = Topology(
             world_size=args.world_size,
             dp=args.world_size,
@@ -161,14 +161,14 @@ class Writer(TrainerCallback):
         self._trainer.rows, self._trainer.losses, self._began = [], [], time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note a step."""
+        """Record a step."""
         trainer, stream = self._trainer, self._loader.stream
         of_ranks: list[Any] = [None] * args.world_size
         if args.world_size > 1:
             dist.all_gather_object(of_ranks, (trainer.rows, sum(trainer.losses)))
         else:
             of_ranks = [(trainer.rows, sum(trainer.losses))]
-        # Micro-batch by micro-batch, rank by rank: the order of the stream.
+        # By micro-batch, then by rank: the order of the stream.
         by_rank = [rows for rows, _ in of_ranks]
         rows = [row for micro_batch in zip(*by_rank, strict=True) for of_rank in micro_batch for row in of_rank]
         first, stop = self._trained, self._trained + len(rows)

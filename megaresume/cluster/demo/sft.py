@@ -1,13 +1,13 @@
-"""The demo of conversations: answered questions about this machine's Python in one blend with text that fills.
+"""The demo of conversations: questions and answers about this machine's Python, blended with plain text.
 
     what does json.dumps do?       its docstring      conversations through a chat template: answers are trained
     show me its code               its source         whole documents
-    the manual, as it is                              text: every token is trained, split to fill what is left
+    the manual                                        text: every token is trained, split to fill the rest
 
-Which tokens were trained is not believed of any file: code of its own (`what_is_trained`) tells it from the tokens that
-the model was given, and nothing else. So the program that this demo starts and kills is this module: the reference
-program, each of whose ranks writes down the tokens, labels and masks that its model is given, a line for each sample,
-before it is; a kill cuts one short.
+Which tokens were trained is not taken from any file: independent code (`what_is_trained`) derives it from the tokens
+that the model was given. So this module is also the program that the demo starts and kills: the reference program, in
+which each rank writes the tokens, labels and masks of every sample before its model gets them, one line per sample; a
+kill truncates the last line.
 
     {"sample": 17, "tokens": "...", "position_ids": "...", "labels": "...", "loss_mask": "..."}     int32, hexadecimal
 """
@@ -31,20 +31,20 @@ from megaresume.cluster.processes import ask
 from megaresume.cluster.scenario import Say
 from megaresume.render import escape
 
-#: The special tokens, from 256 on, as `masks` knows them; every byte is a token, too.
+#: The special tokens, from 256 on, as `masks` knows them; every byte is also a token.
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-#: bytes of an answer, at most, so that conversations differ in their number of turns.
+#: limit on the bytes of an answer, so that conversations differ in their number of turns.
 _LONGEST_ANSWER = 160
-#: The weights, which count trained tokens.
+#: The weights, in trained tokens.
 WEIGHTS = {"chat": 0.6, "manual": 0.4}
 
 
 def conversations() -> Iterator[list[dict[str, str]]]:
-    """Questions about functions, answered by docstring and source; one conversation of one to three functions."""
+    """Questions about functions, answered by docstring and source; one to three functions per conversation."""
     turns: list[dict[str, str]] = []
     wanted = itertools.cycle((1, 2, 3))
     left = next(wanted)
@@ -81,7 +81,7 @@ def write_tokenizer(directory: Path) -> Path:
 
 
 def _letters_of_bytes() -> list[str]:
-    """The letter that the library writes for each byte: itself if it can be seen, one from U+0100 on otherwise."""
+    """The letter by which the library writes each byte: itself if printable, otherwise one from U+0100 on."""
     seen = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = itertools.count(0x100)
     return [chr(byte if byte in seen else next(others)) for byte in range(256)]
@@ -104,7 +104,7 @@ def _prepare(out: Path, say: Say) -> Path:
 
 
 def _extra(out: Path) -> Extra:
-    """Every mask that any rank of any start was given, against its twin's, and against what its tokens say."""
+    """Compare every mask that any rank of any start was given with the twin's, and with what the tokens imply."""
     twin, run = read_given(out, "twin"), read_given(out, "run")
     wrong = [*compare_masks(twin, run), *what_is_trained(twin), *what_is_trained(run)]
     places = sum(one.tokens.size for one in run)
@@ -126,7 +126,7 @@ def _page(run: list[Given], wrong: list[Wrong]) -> Iterator[str]:
 
 
 def _marked(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> str:
-    """The text; a token is marked if the place before it has a loss."""
+    """The text; a token is marked if the position before it is trained."""
     marks = [False, *trained[:-1].tolist()]
     parts = []
     for marked, places in itertools.groupby(range(len(tokens)), key=lambda i: marks[i]):
@@ -138,27 +138,27 @@ def _marked(tokens: npt.NDArray[np.int64], trained: npt.NDArray[np.bool_]) -> st
 
 _NAMES = ("tokens", "position_ids", "labels", "loss_mask")
 _END_OF_HEADER = ord("\n")
-#: The numbers of the special tokens.
+#: The ids of the special tokens.
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Given:
-    """One sample, as a model was given it; all arrays have S places."""
+    """One sample as a model was given it; all arrays have S positions."""
 
     sample: int
     #: the tokens, int64.
     tokens: npt.NDArray[np.int64]
-    #: the positions: 0 where a document, or the padding, begins.
+    #: the position ids: 0 where a document, or the padding, begins.
     positions: npt.NDArray[np.int64]
     labels: npt.NDArray[np.int64]
-    #: whether the loss of the label counts.
+    #: whether the label is trained.
     trained: npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A place that is not as expected."""
+    """A position that is not as expected."""
 
     sample: int
     place: int
@@ -169,7 +169,7 @@ class Wrong:
 
 
 def write_given(log: Path, rank: int, batch: Mapping[str, Any]) -> None:
-    """Add the samples of a micro-batch to the file of a rank.
+    """Append the samples of a micro-batch to the file of a rank.
 
     Args:
         log: of the run, ``--megaresume-log-samples``.
@@ -182,18 +182,18 @@ def write_given(log: Path, rank: int, batch: Mapping[str, Any]) -> None:
         words = {name: array[row].astype("<i4").tobytes().hex() for name, array in arrays.items()}
         lines.append(json.dumps({"sample": sample, **words}))
     with open(f"{log}.rank{rank}", "ab", buffering=0) as file:
-        file.write("".join(f"\n{line}" for line in lines).encode() + b"\n")  # not on the line that a kill cut short
+        file.write("".join(f"\n{line}" for line in lines).encode() + b"\n")  # never continues a truncated line
 
 
 def read_given(directory: Path, name: str) -> list[Given]:
-    """All samples that the ranks of all starts of a run were given, in the order of the samples."""
+    """All samples that the ranks of all starts of a run were given, sorted by number."""
     found = []
     for path in sorted(directory.glob(f"{name}.jsonl.rank*")):
         for line in filter(None, path.read_bytes().split(b"\n")):
             try:
                 fields = json.loads(line)
             except ValueError:
-                continue  # cut short by a kill
+                continue  # truncated by a kill
             tokens, positions, labels, mask = (
                 np.frombuffer(bytes.fromhex(fields[name]), "<i4").astype(np.int64) for name in _NAMES
             )
@@ -202,7 +202,7 @@ def read_given(directory: Path, name: str) -> list[Given]:
 
 
 def compare_masks(twin: Iterable[Given], run: Iterable[Given]) -> Iterator[Wrong]:
-    """Each place of the run that differs from its twin's; and samples that only one of them has."""
+    """Each position of the run that differs from its twin's; and samples that only one of them has."""
     by_sample = {one.sample: one for one in twin}
     seen = set()
     for one in run:
@@ -219,9 +219,10 @@ def compare_masks(twin: Iterable[Given], run: Iterable[Given]) -> Iterator[Wrong
 
 
 def what_is_trained(given: Iterable[Given]) -> Iterator[Wrong]:
-    """Each place whose mask is not what the tokens of the sample say.
+    """Each position whose mask is not what the tokens of the sample imply.
 
-    A document that begins with `IM_START` is a conversation: the words of the assistant are trained, with the token
+    A document that begins with `IM_START` is a conversation: the assistant's words are trained, and the token that ends
+    them. In plain text, every token is trained; only zeros are padding.
     that ends them. Of a text every token is trained; zeros alone are padding.
 
     Args:
@@ -238,10 +239,10 @@ def what_is_trained(given: Iterable[Given]) -> Iterator[Wrong]:
 
 
 def _expected(tokens: list[int]) -> list[bool]:
-    """Whether the loss counts at each place: if the next token is to be learned."""
+    """Whether each position is trained: if the next token is to be learned."""
     if tokens[0] != IM_START:
         text = any(tokens)
-        # Nothing follows the end of a document; a text that is split continues in another sample.
+        # Nothing follows the end of a document; split text continues in another sample.
         return [text] * (len(tokens) - 1) + [text and tokens[-1] != END_OF_TEXT]
     learned, role, answers = [], None, False
     for token in tokens:
@@ -271,7 +272,7 @@ SFT = Demo(
 
 
 def _train() -> int:
-    """The reference program, which writes down every micro-batch before it is trained."""
+    """The reference program, changed to write down every micro-batch before it is trained."""
     import torch.distributed as dist
 
     from megaresume.cluster.training.__main__ import main

@@ -1,14 +1,14 @@
-"""The demo of images: pictures of handwritten digits and text in one blend, and a model that learns to read them.
+"""The demo of images: handwritten digits blended with text, and a model that learns to read them.
 
-Pictures of handwritten digits as tar shards: real images that an ordinary package has, with their answers.
+Pictures of handwritten digits as tar shards: real images from an ordinary package, with their labels.
 
-    scikit-learn's 1797 digits  --shuffled once-->  digits for training | digits held out
-    1 to 4 of them side by side, at a size drawn from 16 to 48 pixels  -->  00000042.png
+    scikit-learn's 1797 digits  --shuffled once-->  digits for training | held-out digits
+    1 to 4 of them side by side, in a size drawn from 16 to 48 pixels  -->  00000042.png
     a conversation about the picture, or about two of them             -->  00000042.json
 
     user: <image>which digits?        assistant: 3 1 4
 
-No picture for training holds a digit that is held out.
+No training picture contains a held-out digit.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ ENCODER: dict[str, Any] = {
     },
 }
 
-#: heights of pictures, pixels, least and most; shares of records with the least, with one digit alone, with two
-#: pictures. What is small and alone is learned first: the demo has minutes.
+#: least and greatest height of pictures in pixels; shares of records with the least height, with a single digit, with
+#: two pictures. Small and single ones are learned first, and the demo only takes minutes.
 _HEIGHTS = (16, 48)
 _SMALL, _ALONE, _TWO_PICTURES = 0.65, 0.4, 0.06
-#: The number of the 1797 digits that are held out.
+#: The number of held-out digits, of 1797.
 _HELD_OUT_DIGITS = 360
 
 
@@ -69,7 +69,7 @@ _HELD_OUT_DIGITS = 360
 class Pictures:
     """The shards of one set of pictures."""
 
-    #: file names are ``<name>-000000.tar`` and so on.
+    #: files are called ``<name>-000000.tar`` and so on.
     name: str
     records: int
     shards: int
@@ -81,7 +81,7 @@ HELD_OUT = Pictures(name="held_out", records=400, shards=1, held_out=True)
 
 
 def write_pictures(directory: Path, pictures: Pictures) -> list[Path]:
-    """Write the shards; always the same bytes."""
+    """Write the shards; the bytes are always the same."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -100,7 +100,7 @@ def write_pictures(directory: Path, pictures: Pictures) -> list[Path]:
 
 
 def prepare_pictures(directory: Path, pictures: Pictures) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write the shards and their index; what ``megaresume prepare`` says, and the source in a data config."""
+    """Write the shards and their index; returns the summary of the index, and the source in a data config."""
     encoder = directory / "encoder.yaml"
     encoder.write_text(yaml.safe_dump(ENCODER, sort_keys=False))
     shards = write_pictures(directory / "shards", pictures)
@@ -110,7 +110,7 @@ def prepare_pictures(directory: Path, pictures: Pictures) -> tuple[dict[str, Any
 
 
 def digits_of(pictures: Pictures, total: int) -> npt.NDArray[np.int64]:
-    """The digits, of ``total``, that its pictures may hold."""
+    """The digits, out of ``total``, that its pictures may contain."""
     order = np.random.default_rng(0).permutation(total)
     return order[:_HELD_OUT_DIGITS] if pictures.held_out else order[_HELD_OUT_DIGITS:]
 
@@ -145,17 +145,17 @@ def _png(strip: Any, rng: np.random.Generator) -> bytes:
     return buffer.getvalue()
 
 
-#: every epoch shows every picture differently, and the same epoch always in the same way.
+#: every epoch shows each picture differently, but the same epoch always in the same way.
 AUGMENT = [{"crop": {"scale": [0.85, 1.0]}}, {"color_jitter": {"brightness": 0.2, "contrast": 0.2}}]
 TEXT = "docstrings"
-#: share of tokens that are text.
+#: the share of text tokens.
 TEXT_WEIGHT = 0.1
 
 _DIGITS = range(ord("0"), ord("9") + 1)
 
 
 def _prepare(out: Path, say: Say) -> Path:
-    """Write shards and texts, and make of them what the stream reads with ``megaresume prepare``."""
+    """Write shards and texts, and run ``megaresume prepare`` on them."""
     sources = {}
     for pictures in (TRAIN, HELD_OUT):
         made, sources[pictures.name] = prepare_pictures(out, pictures)
@@ -179,7 +179,7 @@ def _flags(out: Path, steps: int) -> list[str]:
         | VISION
         | {
             "hidden-size": 96,
-            # Wider than Megatron's 0.02: so small a model would look at its images a hundred steps later.
+            # More than Megatron's 0.02: so small a model would start using its images a hundred steps later.
             "init-method-std": 0.08,
             "global-batch-size": GLOBAL_BATCH_SIZE,
             "lr": "4e-3",
@@ -194,7 +194,7 @@ def _flags(out: Path, steps: int) -> list[str]:
 
 
 def _extra(out: Path) -> Extra:
-    """Accuracy of the run and of its twin, and what the run answered in the end."""
+    """Accuracy of the run and of its twin, and the run's final answers."""
     run, twin = (read_records(out / f"{name}.jsonl").held_out for name in ("run", "twin"))
     first, last = run[min(run)], run[max(run)]
     before, after = _accuracy(first), _accuracy(last)
@@ -217,7 +217,7 @@ def _extra(out: Path) -> Extra:
 
 
 def _accuracy(record: dict[str, Any]) -> float:
-    """The accuracy over digits alone: neither the spaces between them nor the end of an answer count."""
+    """The accuracy over digits alone, without the spaces between them and the end of an answer."""
     counts = [record["by_token"].get(str(token), (0, 0)) for token in _DIGITS]
     right, total = (sum(column) for column in zip(*counts, strict=True))
     return float(right / max(total, 1))

@@ -2,7 +2,7 @@
 
     python -m megaresume.cluster.drivers slurm|torchrun|deepspeed SETTINGS -- CONTAINER ::: TRAIN ::: FLAGS
 
-What the flags mean is said in the scripts, whose settings they are.
+The scripts explain the settings.
 """
 
 from __future__ import annotations

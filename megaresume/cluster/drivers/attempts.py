@@ -1,12 +1,11 @@
-"""What an attempt leaves for the next: `Attempts` in a file; and `Ledgers`, what it has written to the ledger of its
-checkpoints, as an `AttemptProgress`.
+"""State that an attempt leaves for the next: `Attempts` in a file; and `Ledgers`, which reads what the attempt wrote
+to the ledger of its checkpoints, as `AttemptProgress`.
 
-The count of attempts is written, and is on the disk, before anything is launched: an attempt that nobody sees end is
-counted, and a run directory that takes no more bytes refuses the launch instead of beginning forever "for the first
-time".
+The count of attempts is on disk before anything is launched: an attempt whose end nobody sees is counted too, and a
+full disk refuses the launch, instead of each attempt seeming the first.
 
-Of a ledger the lines after those that were there when the attempt began count, unless another attempt signed them: a
-job that has lost the directory to another one does not take its checkpoints for its own.
+In a ledger, only lines written since the attempt began count, unless another attempt signed them: a job that has lost
+the directory to another one must not take that one's checkpoints for its own.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megaresume.stream.errors import CheckpointError, SetupError, StateError
 FORMAT, VERSION = "megaresume.attempts", 1
 #: flags that name a checkpoint root.
 _FLAGS = ("--save", "--megaresume-stage-to")
-#: flags that say at which checkpoint to begin.
+#: flags that set the checkpoint to begin with.
 _PINS = ("--ckpt-step",)
 
 
@@ -35,18 +34,18 @@ _PINS = ("--ckpt-step",)
 class Attempts:
     """The attempts of a job, or of a chain of them."""
 
-    #: the number of attempts in a row without a new checkpoint.
+    #: consecutive attempts without a new checkpoint.
     fruitless: int = 0
-    #: the furthest step that one of them has saved; None if none has saved.
+    #: the furthest step that any of them saved; None if none has.
     best: int | None = None
-    #: nodes that are left out, and why.
+    #: nodes that are left out -> the reason.
     excluded: dict[str, str] = field(default_factory=dict)
-    #: nodes that spare ones have replaced, and why.
+    #: nodes that were replaced by spare ones -> the reason.
     replaced: dict[str, str] = field(default_factory=dict)
 
 
 def read_attempts(path: Path) -> Attempts:
-    """Read what earlier attempts have left; a missing file: nothing. Raises SetupError if it cannot be read."""
+    """The state left by earlier attempts; empty without a file. Raises SetupError if it cannot be read."""
     if not path.exists():
         return Attempts()
     try:
@@ -66,7 +65,7 @@ def _attempts(fields: Mapping[str, Any]) -> Attempts:
 
 
 def write_attempts(path: Path, attempts: Attempts) -> None:
-    """Write it, durably. Raises SetupError if the disk refuses."""
+    """Write it durably. Raises SetupError if that fails."""
     try:
         make_dir(path.parent)
         write_atomic(path, seal({"format": FORMAT, "version": VERSION} | asdict(attempts)))
@@ -80,11 +79,11 @@ def write_attempts(path: Path, attempts: Attempts) -> None:
 
 
 def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
-    """The directories that a training command saves to: the last one given of each flag.
+    """The directories that a training command saves to: for each flag, the last one given.
 
     Args:
         words: of the command; ``--save DIR`` and ``--save=DIR``, dashes or underscores.
-        directory: that it is started in.
+        directory: the one that it is started in.
     """
     roots: dict[str, Path] = {}
     for at, word in enumerate(words):
@@ -92,15 +91,15 @@ def checkpoint_roots(words: Sequence[str], directory: Path) -> tuple[Path, ...]:
         flag = flag.replace("_", "-")
         if flag in _FLAGS and (equals or at + 1 < len(words)):
             place = value if equals else words[at + 1]
-            if "://" not in place:  # of a store the ledger is not looked at: the local one has all its lines
+            if "://" not in place:  # a store's ledger is not read: the local one has all its lines
                 roots[flag] = directory / place
     return tuple(roots.values())
 
 
 def without_pins(words: Sequence[str]) -> tuple[tuple[str, ...], list[str]]:
-    """A training command without the flags that say at which checkpoint to begin; and those flags.
+    """A training command without the flags that set the checkpoint to begin with; and those flags.
 
-    They are for the first attempt: once one has saved, the next resumes from there.
+    They are meant for the first attempt: once one has saved, the next resumes from there.
     """
     kept: list[str] = []
     left_out: list[str] = []
@@ -118,8 +117,8 @@ class Ledgers:
 
     Args:
         roots: see `checkpoint_roots`.
-        attempt: as its lines are signed; see `megaresume.checkpoint.records.ledger.ATTEMPT`. None if not known,
-            all lines count.
+        attempt: the signature of its lines, see `megaresume.checkpoint.records.ledger.ATTEMPT`; None if unknown: all
+            lines count.
 
     Raises:
         StateError: a ledger cannot be read.
@@ -133,8 +132,8 @@ class Ledgers:
         """The progress of the attempt so far.
 
         Args:
-            status: exit status of the training; None if it still runs. A start that found nothing to train is an end
-                only if it ended well: it may have had something to validate.
+            status: exit status of the training; None if it still runs. A start that found nothing to train counts as an
+                end only with status 0: it may have had something to validate.
         """
         own = [entry for path, count in self._begin.items() for entry in self._own(path, count)]
         ends = [entry.iteration for entry in own if entry.kind == "finished"]

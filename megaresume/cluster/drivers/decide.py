@@ -1,20 +1,20 @@
-"""What follows an attempt, from what is known when it has ended.
+"""Decides what follows an attempt, from what is known at its end.
 
     decide         finish, again, requeue, chain or refuse
-    choose_nodes   the nodes that spares replace
+    choose_nodes   which nodes train, and which are spare
 
-Both are pure: they ask nobody and do nothing.
+Both are pure functions.
 
-    the run says that it is over                   finish
-    somebody cancelled the job                     refuse
-    a mistake in the flags or the data             refuse; but not what one node alone lacks
-    Slurm has queued the job again itself          requeue
+    the run says that it is finished               finish
+    the job was cancelled                          refuse
+    a mistake in the flags or the data             refuse; but not for something that only one node lacks
+    Slurm has requeued the job itself              requeue
     too many attempts without a new checkpoint     refuse
-    spare nodes, and nobody wants it to stop       again, in this job
+    spare nodes, and no stop was requested         again, in this job
     anything else                                  requeue; chain, if requeue is not allowed and a job follows
 
-An exit status of 0 is no proof of an end: srun gives it after a node failure, a run that was told to stop ends with it,
-and a program that trains nothing does so forever.
+Exit status 0 does not prove that the run is finished: srun returns it after a node failure, so does a run that was told
+to stop, and a program that trains nothing would return it forever.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 Action = Literal["finish", "again", "requeue", "chain", "refuse"]
-#: why Slurm has ended an attempt. ``requeue``: somebody's `scontrol requeue`.
+#: why Slurm ended an attempt. ``requeue``: `scontrol requeue` by a user or operator.
 Reason = Literal["cancelled", "time limit", "preemption", "node failure", "requeue"]
-#: The ends of an attempt that excuse it from having saved: they are nobody's fault.
+#: Ends for which an attempt need not have saved: they have external reasons.
 _FROM_OUTSIDE: tuple[Reason | None, ...] = ("preemption", "requeue")
-#: exit status of a program that was called in a wrong way.
+#: exit status of a program called with wrong arguments.
 USAGE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BadNode:
-    """A node that something is wrong with."""
+    """A node with a problem."""
 
     name: str
     why: str
@@ -42,19 +42,19 @@ class BadNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The end of a training."""
+    """How a training ended."""
 
     #: exit status of the launcher.
     exit: int
-    #: exit status of the rank that failed first, which launchers hide; None if not known.
+    #: exit status of the rank that failed first, which launchers hide; None if unknown.
     rank_exit: int | None = None
-    #: the first error of that rank, one line; "": not known.
+    #: the first error of that rank, one line; "" if unknown.
     error: str = ""
-    #: nodes that failed their check before the training, or the one of that rank.
+    #: nodes that failed their check before the training, or the node of that rank.
     bad_nodes: tuple[BadNode, ...] = ()
-    #: whether the training was not begun, because nodes failed their check.
+    #: whether the training did not start because nodes failed their check.
     unchecked: bool = False
-    #: whether that error is of something that one of several nodes lacks: the flags are right, the node is not.
+    #: whether the error is about something missing on one of several nodes: the flags are right, the node is not.
     of_node: bool = False
 
     def __str__(self) -> str:
@@ -64,30 +64,30 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmState:
-    """Slurm's view of the attempt, and what may follow it."""
+    """Slurm's view of the attempt, and the options for what follows."""
 
-    #: why Slurm has ended it; None if it has not.
+    #: why Slurm ended it; None if it did not.
     reason: Reason | None = None
-    #: whether Slurm has queued the job again by itself.
+    #: whether Slurm has already requeued the job.
     requeued: bool = False
-    #: whether it has announced a preemption by the signal that the job asked for, and not ended the attempt yet.
+    #: whether Slurm announced a preemption by the signal that the job requested, and has not yet ended the attempt.
     preempting: bool = False
-    #: whether the job may be queued again (REQUEUE).
+    #: whether the job may be requeued (REQUEUE).
     may_requeue: bool = True
     #: the next job of the chain; None if there is none.
     successor: str | None = None
-    #: nodes that the job could have in place of its own.
+    #: nodes that the job could get instead of its own.
     other_nodes: int = 0
-    #: nodes of this job that would be left over if it continued without those that failed; negative: too few to
-    #: continue. None if all of its nodes train (TRAIN_NODES is not given).
+    #: nodes of this job that would be left over without the failed ones; negative: too few to continue. None if all of
+    #: its nodes train (TRAIN_NODES is not given).
     spares: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptProgress:
-    """The progress of an attempt, by the lines that it wrote to the ledger of its checkpoints; never another job's."""
+    """The progress of an attempt, from the lines that it wrote to its ledger; never another job's."""
 
-    #: the last step, if the run has said that it is over.
+    #: the last step, if the run says that it is finished.
     finished: int | None = None
     #: the step of its newest checkpoint; None if it has saved none.
     saved: int | None = None
@@ -97,11 +97,11 @@ class AttemptProgress:
 class AttemptHistory:
     """The earlier attempts, in this job or its chain."""
 
-    #: attempts in a row without a new checkpoint.
+    #: consecutive attempts without a new checkpoint.
     fruitless: int = 0
-    #: the furthest step that an attempt has saved; None if none has saved.
+    #: the furthest step that any attempt saved; None if none has.
     best: int | None = None
-    #: how many failures the run comes back from (MAX_RESTARTS).
+    #: the number of failures from which the run restarts (MAX_RESTARTS).
     max_restarts: int = 3
     #: nodes that are left out, and how many may be (EXCLUDE_NODES).
     excluded: tuple[str, ...] = ()
@@ -115,11 +115,11 @@ class Decision:
     action: Action
     #: the reason, one line for people.
     why: str
-    #: attempts in a row without a new checkpoint, with this one.
+    #: consecutive attempts without a new checkpoint, including this one.
     fruitless: int = 0
-    #: the furthest step that was saved, by this one too.
+    #: the furthest step saved, including by this one.
     best: int | None = None
-    #: nodes to leave out from now on; ``again``: that spare ones replace.
+    #: nodes to leave out from now on; for ``again``, to replace by spare ones.
     exclude: tuple[BadNode, ...] = ()
 
 
@@ -128,15 +128,15 @@ def decide(
 ) -> Decision:
     """Decide what follows an attempt.
 
-    A checkpoint is new if no attempt before has come so far: one that begins at the same early step each time, as a
-    flag may say, does the same steps forever.
+    A checkpoint is new only if no earlier attempt got as far: attempts that all begin at the same early step, as a flag
+    may say, would repeat the same steps forever.
 
     Args:
-        status: how the training has ended.
-        signal: the first one that the driver got; None: none.
-        slurm: what Slurm says.
-        progress: what the attempt has saved.
-        history: what came before.
+        status: how the training ended.
+        signal: the first one that the driver received; None: none.
+        slurm: Slurm's view.
+        progress: what the attempt saved.
+        history: the earlier attempts.
     """
     steps = [step for step in (progress.saved, history.best) if step is not None]
     decision = _decide(status, signal, slurm, progress, history)
@@ -160,7 +160,7 @@ def _decide(
         why = f"{what}: a mistake in the flags or the data, which another attempt would not fix"
         return Decision(action="refuse", why=why, fruitless=fruitless)
     what = f"{what}, {_saved(progress, fruitless, history)}"
-    # Of an attempt that Slurm has ended no rank has failed first: they were all ended.
+    # If Slurm ended the attempt, it ended all ranks: none failed first.
     exclude = () if signal or slurm.reason else _exclude(status.bad_nodes, slurm, history)
     if slurm.requeued:
         return Decision(action="requeue", why=what, fruitless=fruitless)
@@ -177,7 +177,7 @@ def _decide(
 
 
 def decide_start(history: AttemptHistory) -> Decision | None:
-    """Whether an attempt may begin at all: Slurm itself may have brought back one too many. None if it may."""
+    """Refuse an attempt that must not begin: Slurm itself may have restarted the job too often. None: it may begin."""
     if history.fruitless <= history.max_restarts:
         return None
     why = f"{history.fruitless} attempts in a row without a new checkpoint, MAX_RESTARTS={history.max_restarts}"
@@ -185,12 +185,12 @@ def decide_start(history: AttemptHistory) -> Decision | None:
 
 
 def choose_nodes(nodes: Sequence[str], wanted: int, failed: Collection[str]) -> tuple[str, ...]:
-    """The nodes of a job that train; the others are spare ones.
+    """The nodes of a job that train; the others are spare.
 
     Args:
-        nodes: that it has, in Slurm's order, which stays: the first one has number 0.
-        wanted: how many train.
-        failed: those that have failed are taken only if there are not enough others.
+        nodes: of the job, in Slurm's order, which is kept: the first one has number 0.
+        wanted: the number that train.
+        failed: only used if there are not enough others.
     """
     chosen = sorted(nodes, key=lambda node: node in failed)[:wanted]
     return tuple(node for node in nodes if node in chosen)

@@ -1,4 +1,4 @@
-"""What the drivers of all launch scripts have in common: settings, the training command, how they say what they do."""
+"""Common to the drivers of all launch scripts: settings, the training command, and output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _RUN = ("-m", "megaresume.run")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchSettings:
-    """The settings that every script has, and explains; as they were given."""
+    """The settings that every script has and explains, as given."""
 
     run_dir: str
     data: str
@@ -37,42 +37,41 @@ class LaunchSettings:
                 raise UsageError(f"{name}={value} is not a number")
 
     def no_data(self, where: str = "") -> UsageError:
-        """The data config is not there; ``where`` this is, in words."""
+        """The error for a missing data config; ``where``: the place, in words."""
         return UsageError(
             f"there is no DATA={self.data}{where}", action="set DATA to your data.yaml, with its whole path"
         )
 
     @property
     def data_config(self) -> str:
-        """DATA, if the command names it; else "": Megatron's own datasets need none."""
+        """DATA, if the command uses it; otherwise "": Megatron's own datasets need none."""
         named = any(self.data in (word, word.partition("=")[2]) for word in (*self.train, *self.flags))
         return self.data if named else ""
 
     def check_data(self, where: str = "") -> None:
-        """Raise `no_data` if there is none, and the command names it."""
+        """Raise `no_data` if the command uses a data config that is missing."""
         if self.data_config and not Path(self.data).is_file():
             raise self.no_data(where)
 
     def no_script(self, where: str = "") -> UsageError:
-        """The script of TRAIN is not there; ``where`` this is, in words."""
+        """The error for a missing script of TRAIN; ``where``: the place, in words."""
         return UsageError(
             f"there is no script {script_of(self.train)}{where}", action="give it in TRAIN with its whole path"
         )
 
     def check_script(self, where: str = "") -> None:
-        """Raise `no_script` if TRAIN has one that is not there."""
+        """Raise `no_script` if the script of TRAIN is missing."""
         if (script := script_of(self.train)) and not Path(script).is_file():
             raise self.no_script(where)
 
     def check_python(self, where: str = "") -> None:
-        """Raise UsageError if PYTHON is not on the PATH; ``where`` this is, in words."""
+        """Raise UsageError if PYTHON is not on the PATH; ``where``: the place, in words."""
         if shutil.which(self.python) is None:
             action = "set PYTHON to the one of your environment, the whole path"
             raise UsageError(f"there is no PYTHON={self.python}{where}", action=action)
 
     def ranks_per_node(self, auto: Callable[[], str]) -> int:
-        """PROCS_PER_NODE, which ``auto`` finds out if nobody gave it. Raises UsageError if it is not a number of
-        ranks."""
+        """PROCS_PER_NODE; by default from ``auto``. Raises UsageError if it is not a positive number."""
         words = auto() if self.procs_per_node == "auto" else self.procs_per_node
         if not words.isdecimal() or int(words) < 1:
             raise UsageError(f"PROCS_PER_NODE={words} is not a number of ranks")
@@ -80,7 +79,7 @@ class LaunchSettings:
 
 
 class LaunchDriver:
-    """One start of a script.
+    """One start of a launch script.
 
     Args:
         settings: of the script.
@@ -96,29 +95,31 @@ class LaunchDriver:
             ours += ["--megaresume-log-samples", str(run_dir / "samples.jsonl")]
         #: the words after PYTHON.
         self.training = (*settings.train, *ours, *settings.flags)
-        #: the first one that came.
+        #: the first signal received.
         self.signal: str | None = None
 
     def say(self, words: str) -> None:
-        """A line of the log."""
+        """Write a line to the log."""
         raise NotImplementedError
 
     def say_refused(self, what: str, error: MegaresumeError) -> None:
-        """Say that nothing is started, and what to do."""
+        """Log that nothing is started, and what to do."""
         self.say(f"{what}: {error.line}")
         if error.action:
             self.say(f"  action: {error.action}")
 
     def make_run_dir(self, directory: Path, action: str | None = None) -> None:
-        """Make it, or a directory in it. Raises UsageError if it cannot be made."""
+        """Create RUN_DIR, or a directory in it. Raises UsageError if that fails."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"RUN_DIR={self.run_dir} cannot be created: {error.strerror}", action=action) from error
 
     def touch_stop_file(self) -> None:
-        """Ask the run to stop by a file, for ranks that cannot be signalled, on other nodes, in containers. The run
-        removes it."""
+        """Ask the run to stop by a file, for ranks that signals cannot reach: on other nodes, in containers.
+
+        The run removes the file.
+        """
         try:
             self.stop_file.touch()
         except OSError as error:
@@ -127,20 +128,20 @@ class LaunchDriver:
 
 
 def script_of(training: Sequence[str]) -> str:
-    """The script that a training command starts, also by ``-m megaresume.run``; "": none, or nobody can tell."""
+    """The script that a training command starts, also by ``-m megaresume.run``; "" if none is known."""
     words = training[2:] if tuple(training[:2]) == _RUN else training
     return words[0] if words and not words[0].startswith("-") else ""
 
 
 def knows_samples(training: Sequence[str]) -> bool:
-    """Whether it can log which samples it trains: Megatron's own datasets, and a loader of the script's, cannot."""
+    """Whether it can log the samples that it trains: not with Megatron's own datasets or the script's own loader."""
     words = [part.replace("_", "-") for word in training for part in word.split("=", 1)]
     is_stream = "--megaresume-data" in words or ("--megaresume-mode", "stream") in pairwise(words)
     return is_stream or _RUN not in pairwise(words)
 
 
 def modules_of(training: Sequence[str]) -> list[str]:
-    """The modules that it starts by ``-m``, also by that of ``-m megaresume.run``."""
+    """The modules that it starts by ``-m``, directly or by ``-m megaresume.run``."""
     words, found = training, []
     while tuple(words[:1]) == ("-m",) and len(words) > 1:
         found.append(words[1])
@@ -149,7 +150,7 @@ def modules_of(training: Sequence[str]) -> list[str]:
 
 
 def count_gpus() -> int:
-    """The GPUs that this process sees, as nvidia-smi lists them."""
+    """The number of GPUs visible to this process, by nvidia-smi."""
     with suppress(OSError):
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
         return gpus_listed(done.stdout)
@@ -157,5 +158,5 @@ def count_gpus() -> int:
 
 
 def gpus_listed(text: str) -> int:
-    """GPUs in what ``nvidia-smi -L`` prints."""
+    """The number of GPUs in the output of ``nvidia-smi -L``."""
     return sum(line.startswith("GPU ") for line in text.splitlines())

@@ -1,8 +1,8 @@
 """The driver of ``launch/torchrun.sh`` and ``launch/deepspeed.sh``: one node of a training, without a scheduler.
 
-the launcher is started so that a signal to this script does not reach it
+the launcher is started so that signals to this script do not reach it
 TERM, USR1, INT, HUP   -> the stop file, and USR1 for all ranks here: they save at the end of their step
-its end                -> whether the run is over is what its ledger says, not its exit status
+when it ends           -> the ledger tells whether the run is finished, not the exit status
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSettings(LaunchSettings):
-    """The settings of the scripts that need no scheduler; "" is one that this script does not have."""
+    """The settings of the scripts that need no scheduler; "" for settings that a script does not have."""
 
     nnodes: str
     node_rank: str
@@ -45,7 +45,7 @@ class LocalSettings(LaunchSettings):
 
 
 def run(launcher: str, settings: LocalSettings) -> int:
-    """Train on this node, under ``torchrun`` or ``deepspeed``; returns the exit status of the script."""
+    """Train on this node under ``torchrun`` or ``deepspeed``; returns the exit status of the script."""
     driver = LocalDriver(launcher, settings)
     try:
         return driver.run()
@@ -64,7 +64,7 @@ class LocalDriver(LaunchDriver):
         self._process: subprocess.Popen[bytes] | None = None
 
     def say(self, words: str) -> None:
-        """A line of the log."""
+        """Write a line to the log."""
         name = os.path.basename(self.settings.script)
         print(f"{time.strftime('%FT%T')} [{name}, node {self.settings.node_rank or 0}] {words}", flush=True)
 
@@ -75,14 +75,14 @@ class LocalDriver(LaunchDriver):
         if self.launcher == "torchrun" and settings.hostfile and not settings.node_rank:
             return self._over_ssh()
         os.environ["PATH"] = f"{Path(shutil.which(settings.python) or '').parent}:{os.environ['PATH']}"
-        attempt = None  # of another node than that of rank 0
+        attempt = None  # for nodes other than rank 0's
         os.environ["PYTHONUNBUFFERED"] = "1"
         if (settings.node_rank or "0") == "0":
-            # What a stop that came too late for the last attempt has left would stop this one.
+            # A stop file that came too late for the last attempt would stop this one.
             self.stop_file.unlink(missing_ok=True)
             attempt = os.environ[ATTEMPT] = f"{os.uname().nodename}.{os.getpid()}.{time.time_ns()}"
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)  # of a job around this one
+            os.environ.pop(name, None)  # left by a job around this one
         training = self.training
         ledgers = Ledgers(checkpoint_roots(training, Path.cwd()), attempt)
         for number in _SIGNALS:
@@ -90,7 +90,7 @@ class LocalDriver(LaunchDriver):
         with tempfile.TemporaryDirectory() as scratch:
             command = self._torchrun(ranks) if self.launcher == "torchrun" else self._deepspeed(ranks, Path(scratch))
             if self.launcher == "deepspeed" and training[0] == "-m":
-                training = ("--module", *training[1:])  # what follows -m is a module to Python
+                training = ("--module", *training[1:])  # for Python, the word after -m is a module
             nodes = settings.hostfile or f"{settings.nnodes} node(s)"
             self.say(
                 f"start: {nodes}, {ranks} rank(s) on each, MAX_RESTARTS={settings.max_restarts}, "
@@ -182,19 +182,19 @@ class LocalDriver(LaunchDriver):
         if nodes == "1":
             rendezvous = ["--standalone", "--local-addr", "127.0.0.1"]
         elif ":" not in nodes and not restarts:
-            # Every node knows its place: nothing has to be agreed on, and the port of the ranks is known.
+            # Every node knows its number, so nothing is negotiated, and the ranks' port is known.
             rendezvous = ["--nnodes", nodes, "--node-rank", rank, "--master-addr", address, "--master-port", port]
         else:
-            # Any node may come to be the first: the others must find it by an address, not by a name that they may not
-            # know. While node 0 hosts the meeting point, whoever leaves or joins is noticed and all ranks start again.
+            # Any node may become the first: the others need its address, as they may not know its name. As long as node
+            # 0 hosts the rendezvous, every departure and arrival is noticed, and all ranks restart.
             own = address if rank == "0" else _own_address(address)
             rendezvous = ["--nnodes", nodes, "--local-addr", own, "--rdzv-backend", "c10d", "--rdzv-id", "megaresume"]
             rendezvous += ["--rdzv-endpoint", f"{address}:{port}"]
             rendezvous += ["--rdzv-conf", f"is_host={int(rank == '0')},{settings.rendezvous}"]
         if ":" in nodes or restarts:
-            # Otherwise ranks that are restarted in place would find the addresses of those before them in the agents'
-            # store, or look for it on a first node that is gone. If none are, the agents' store has its port already,
-            # and one that torchrun finds for the ranks may be taken by the time they bind it.
+            # Otherwise, restarted ranks would find their predecessors' addresses in the agents' store, or look for it
+            # on a first node that is gone. If no ranks are restarted, the agents' store is better: it has a port
+            # already, whereas another process may take the one that torchrun finds for the ranks before they bind it.
             os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         words = [settings.python, "-m", "torch.distributed.run", *rendezvous]
         return [*words, "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
@@ -208,17 +208,17 @@ class LocalDriver(LaunchDriver):
         elif settings.hostfile or settings.nnodes != "1":
             hosts = settings.hostfile
             if not hosts:
-                # Without ssh the names mean nothing: only how many lines there are, and how many ranks each.
+                # Without ssh the names do not matter, only the number of lines and the ranks of each.
                 hosts = str(scratch / "hosts")
                 lines = [f"node{node} slots={ranks}\n" for node in range(int(settings.nnodes))]
                 Path(hosts).write_text("".join(lines))
             place = ["--hostfile", hosts, "--no_ssh", "--node_rank", settings.node_rank]
             place += ["--master_addr", settings.master_addr, "--master_port", settings.master_port or "29500"]
         else:
-            # A port of this process's own: two runs on one machine must not meet.
+            # A port derived from this process: two runs on one machine must not meet.
             port = settings.master_port or str(10000 + os.getpid() % 20000)
             place = ["--hostfile", "/dev/null", "--master_port", port]
-            # DeepSpeed takes the GPUs of CUDA_VISIBLE_DEVICES only if no number is given.
+            # DeepSpeed only uses the GPUs in CUDA_VISIBLE_DEVICES if no number is given.
             if not os.environ.get("CUDA_VISIBLE_DEVICES"):
                 place += ["--num_gpus", str(ranks)]
         return [settings.python, "-m", "deepspeed.launcher.runner", *place]
@@ -226,9 +226,9 @@ class LocalDriver(LaunchDriver):
     # ---- the training
 
     def _train(self, command: Sequence[str]) -> int:
-        """Run it: a terminal's Ctrl-C and a signal to the whole group do not reach it; its exit status."""
+        """Run it, out of reach of a terminal's Ctrl-C and signals to the process group; returns its exit status."""
 
-        def ignore() -> None:  # the launcher would die of what its ranks listen to
+        def ignore() -> None:  # the launcher would die of the signals that its ranks handle
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
         with subprocess.Popen(command, start_new_session=True, preexec_fn=ignore) as process:
@@ -250,7 +250,7 @@ class LocalDriver(LaunchDriver):
             self.say(f"{name} came: all ranks save at the end of their step, then this script ends")
             self.touch_stop_file()
             if self._process is not None:
-                # The launcher would die of the signal, and its ranks with it: it was started so that it ignores it.
+                # The launcher ignores the signal, which would kill it and its ranks.
                 for process in _below(self._process.pid):
                     with suppress(OSError):
                         os.kill(process, signal.SIGUSR1)
@@ -273,7 +273,7 @@ class LocalDriver(LaunchDriver):
 
 
 def _own_address(other: str) -> str:
-    """The address by which another machine reaches this one. Raises UsageError."""
+    """The address at which another machine reaches this one. Raises UsageError."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
             way.connect((other, 9))  # sends nothing
@@ -283,7 +283,7 @@ def _own_address(other: str) -> str:
 
 
 def _below(pid: int) -> Iterator[int]:
-    """Processes that this one has started, and they."""
+    """All descendants of a process."""
     done = subprocess.run(["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True)
     children: dict[int, list[int]] = {}
     for line in done.stdout.splitlines():

@@ -1,17 +1,17 @@
-"""A node's check of itself before a training starts on it; the driver starts this on every node.
+"""A node's check of itself before a training; the driver starts it on every node.
 
 python -m megaresume.cluster.drivers.node_check RUN_DIR DATA GPUS ADDRESS PORT NODES LAUNCHER TRAIN ...
     ->  one line: megaresume-node {"name": "n2", ...}
 
-    disks    RUN_DIR, the place for temporary files and /dev/shm can be written, and are not full
-    data     the data config and the corpora, indexes and tokenizers that it names are there  } compared
-    program  the script of TRAIN, or its module, and tokenizers that its flags name are there } between
-    imports  what the launcher imports can be imported                                        } the nodes
-    GPUs     answer, and are as many as the ranks
-    network  all nodes meet at the first one, at the address and port of the ranks, and are told who came
-    clock    the time of day: compared by the driver
+    disks    RUN_DIR, the directory for temporary files and /dev/shm are writable and not full
+    data     the data config exists, as do the corpora, indexes and tokenizers in it            } compared
+    program  the script of TRAIN exists, or its module, and tokenizers in its flags             } between
+    imports  the launcher's imports work                                                        } the nodes
+    GPUs     respond, and are as many as the ranks
+    network  all nodes connect to the first one, at the ranks' address and port, and learn who is there
+    clock    the time of day, compared by the driver
 
-No node can tell alone whether something is missing *here* or everywhere, so `judge` looks at all answers together.
+A node cannot tell whether something is missing only *here* or everywhere, so `judge` compares all answers.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from typing import Any
 from megaresume.cluster.drivers.decide import BadNode
 from megaresume.cluster.drivers.driver import gpus_listed, modules_of, script_of
 
-#: begins the line of an answer.
+#: the prefix of the line with an answer.
 MARK = "megaresume-node "
-#: bytes that a disk must have left, so that a log line or a socket fails nothing.
+#: bytes that must be free on a disk, enough for log lines and sockets.
 _FREE = 64 << 20
-#: seconds: of a clock that is called wrong; for GPUs that do not answer; for imports from a slow file system.
+#: seconds: most a clock may be off; until GPUs count as not responding; for imports from a slow file system.
 CLOCK_TOLERANCE, _GPU_PATIENCE, _IMPORT_PATIENCE = 30.0, 60.0, 120.0
 #: seconds for all nodes to answer.
 _PATIENCE = 180.0
-#: seconds that the first node waits for the others; and more, that they wait for it.
+#: seconds that the first node waits for the others; and additional seconds that they wait for it.
 _MEETING, _LATE = 60.0, 30.0
-#: keys of data.yaml whose values are read on every node.
+#: keys of data.yaml whose values are files read on every node.
 _READ = re.compile("path|index|encoder|inputs|image_folder|lengths|.*(?:vocab|tokenizer|merge).*")
-#: flags of training programs that name what is read on every node.
+#: flags of training programs for files read on every node.
 _READ_FLAGS = ("--tokenizer-model", "--vocab-file", "--merge-file", "--data-args-path")
-#: launcher -> what every rank of it imports.
+#: launcher -> what it imports on every node.
 _IMPORTS = {"torchrun": "torch.distributed.run", "srun": "torch", "deepspeed": "deepspeed.launcher.runner"}
 
 
@@ -61,8 +61,8 @@ def look(
     Args:
         run_dir: of the run.
         data: the data config; "": none.
-        gpus: that it should have; 0: none.
-        training: what follows ``python``: a script or ``-m`` and a module, and flags.
+        gpus: the number it should have; 0: none.
+        training: the words after ``python``: a script or ``-m`` and a module, and flags.
         temporary: directories for temporary files; None: the system's.
 
     Returns:
@@ -95,7 +95,7 @@ def _gpus(expected: int) -> list[str]:
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPU_PATIENCE)
     except FileNotFoundError:
-        return []  # of another maker, or not visible in this container: the training will tell
+        return []  # of another vendor, or not visible in this container: the training will show
     except subprocess.TimeoutExpired:
         return [f"its GPUs did not answer within {_GPU_PATIENCE:.0f} s (nvidia-smi -L)"]
     count = gpus_listed(done.stdout)
@@ -114,7 +114,7 @@ def _missing(data: str) -> list[str]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
-        return []  # the training says what is wrong with it
+        return []  # the training reports what is wrong with it
     return sorted(name for name in set(_paths(config)) if not _is_there(path.parent / _expanded(name)))
 
 
@@ -136,7 +136,7 @@ def _expanded(path: str) -> str:
 
 
 def _missing_of(training: Sequence[str]) -> list[str]:
-    """The missing parts of a training command: its script or module, and files that its flags name."""
+    """The missing parts of a training command: its script or module, and files in its flags."""
     script = script_of(training)
     missing = [script] if script and not os.path.isfile(script) else []
     missing += [f"module {name}" for name in modules_of(training) if not _has_module(name)]
@@ -151,21 +151,21 @@ def _missing_of(training: Sequence[str]) -> list[str]:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except (ImportError, AttributeError, ValueError):  # of a package around it
+    except (ImportError, AttributeError, ValueError):  # from a package around it
         return False
 
 
 def start_import(module: str) -> subprocess.Popen[str]:
-    """Import a module in a process of its own, as the training will: on the first node of many it may take long."""
+    """Import a module in a new process, as the training will; with many nodes, the first one may take long."""
     words = [sys.executable, "-c", f"import {module}"]
     return subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
 
 
 def why_not_imported(process: subprocess.Popen[str], patience: float = _IMPORT_PATIENCE) -> str:
-    """Why the package cannot be imported, in a line; "" if it can, or was not imported in time: the training will tell.
+    """Why an import failed, in one line; "" if it worked, or took too long, in which case the training will show it.
 
     Args:
-        process: of `start_import`.
+        process: from `start_import`.
         patience: seconds.
     """
     try:
@@ -184,17 +184,17 @@ def _is_there(path: Path) -> bool:
 
 
 def meet(name: str, *, is_first: bool, address: str, port: int, count: int, patience: float = _MEETING) -> list[str]:
-    """Exchange one number among all nodes: who came to the first one.
+    """Exchange one number among all nodes: who reached the first one.
 
     Args:
         name: of this node.
-        is_first: whether the others come here.
-        address, port: of the first one.
-        count: nodes, this one included.
+        is_first: whether this is the first node.
+        address, port: of the first node.
+        count: number of nodes, including this one.
         patience: seconds.
 
     Returns:
-        names, in their order; []: this node did not reach the first one, or cannot be reached at the port.
+        names, in their order; []: this node could not reach the first one, or cannot be reached at the port.
     """
     if count == 1:
         return [name]
@@ -230,14 +230,14 @@ def _come(name: str, address: str, port: int, patience: float) -> list[str]:
         except OSError:
             if time.monotonic() > deadline:
                 raise
-            time.sleep(0.1)  # the first node may begin later
+            time.sleep(0.1)  # the first node may start later
     with host:
         host.sendall(f"{name}\n".encode())
         return list(json.loads(host.makefile().readline()))
 
 
 def answer_of(line: str) -> dict[str, Any] | None:
-    """The answer in a line of output; None if it is something else."""
+    """The answer in a line of output; None if it has none."""
     _, mark, text = line.partition(MARK)
     if not mark:
         return None
@@ -251,14 +251,14 @@ def answer_of(line: str) -> dict[str, Any] | None:
 def ask_nodes(
     command: Sequence[str], env: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, float], list[str]]:
-    """Let every node look at itself.
+    """Run the check on every node.
 
     Args:
         command: starts this program on every node.
-        env: of the command.
+        env: environment of the command.
 
     Returns:
-        the answers by node; when they came, seconds of `time.time`; and the lines that are none.
+        the answers by node; when each came, seconds of `time.time`; and all other lines.
     """
     answers: dict[str, dict[str, Any]] = {}
     received: dict[str, float] = {}
@@ -285,11 +285,11 @@ def ask_nodes(
 class Verdict:
     """The result of the checks of all nodes."""
 
-    #: nodes that are not to train.
+    #: nodes that must not train.
     bad: tuple[BadNode, ...]
-    #: paths, and ``module NAME``, that *every* node misses, which is nobody's fault but that of the settings.
+    #: paths, and ``module NAME``, that *every* node lacks, so that the settings are wrong.
     missing: tuple[str, ...] = ()
-    #: likewise, modules that no node can import, and an error.
+    #: in the same way, modules that no node can import, and the error.
     broken: tuple[tuple[str, str], ...] = ()
 
 
@@ -297,9 +297,9 @@ def judge(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], receiv
     """Find the nodes that must not train.
 
     Args:
-        nodes: that were asked, the one where the ranks meet first.
+        nodes: all nodes that were asked; the ranks meet on the first.
         answers: by node.
-        received: when they came, seconds of `time.time`.
+        received: when each came, seconds of `time.time`.
     """
     have_all = bool(answers) and len(answers) == len(nodes)
     missing = set.intersection(*(set(answer["missing"]) for answer in answers.values())) if have_all else set()
@@ -327,7 +327,7 @@ def judge(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]], receiv
 
 
 def _apart(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Nodes that have answered and have not met, with the reason."""
+    """Nodes that answered but did not meet, with the reason."""
     first, others = nodes[0], [node for node in nodes[1:] if node in answers]
     if first not in answers:
         return {}
@@ -335,12 +335,12 @@ def _apart(nodes: Sequence[str], answers: Mapping[str, Mapping[str, Any]]) -> di
     reasons = dict.fromkeys(absent, f"does not reach {first}, where the ranks meet")
     if absent != others or not others:
         return reasons
-    # Of two nodes nobody knows whose fault it is.
+    # Between two nodes, either may be at fault.
     return {first: "no other node reaches it at the port of the ranks"} | (reasons if len(others) == 1 else {})
 
 
 def main(run_dir: str, data: str, gpus: str, address: str, port: str, count: str, launcher: str, *train: str) -> None:
-    """Look, meet, say it; the imports take their time meanwhile."""
+    """Check, meet, and print the answer; the imports run meanwhile."""
     module = _IMPORTS[launcher]
     importing = start_import(module)
     said = look(Path(run_dir), data, int(gpus), train)

@@ -1,11 +1,11 @@
-"""The driver of a Slurm job: `run` is what ``launch/slurm/train.sbatch`` becomes.
+"""The driver of a Slurm job: ``launch/slurm/train.sbatch`` becomes `run`.
 
-    settings refused, or        the count of attempts: written before anything starts
+    settings checked, the count of attempts written before anything starts
     nodes check themselves   -> training under srun; signals are passed on to the ranks
-    its end                  -> `decide` -> queued again, a chain continues, the run is over, refused, or
-                                            all of this again in the same job, where spare nodes are (TRAIN_NODES)
+    it ends                  -> `decide` -> requeue, continue the chain, finish, refuse, or
+                                            repeat all of this in the same job, if it has spare nodes (TRAIN_NODES)
 
-Every event and every decision is one line, in the batch log and in RUN_DIR/logs/batch.log.
+Every event and every decision is one line in the batch log and in RUN_DIR/logs/batch.log.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from megaresume.stream.errors import MegaresumeError, UsageError
 
 #: seconds between two looks at the ranks.
 _POLL = 0.1
-#: seconds in which a task may have begun without ignoring signals.
+#: seconds for which a task may run before it ignores signals.
 _YOUNG = 60.0
-#: nodes that Slurm has given up, as srun says it.
+#: nodes that Slurm has given up, in srun's words.
 _LOST = re.compile(r"Node failure on (\S+)")
 
 
 def run(settings: SlurmSettings) -> int:
-    """Do everything that an attempt does; returns the exit status of the batch script.
+    """Do one attempt from start to end; returns the exit status of the batch script.
 
     Raises:
-        KeyError: outside of a Slurm job.
+        KeyError: not in a Slurm job.
     """
     driver = SlurmDriver(settings, SlurmJob.of_environment())
     try:
@@ -75,26 +75,26 @@ class SlurmDriver(LaunchDriver):
     def __init__(self, settings: SlurmSettings, job: SlurmJob) -> None:
         super().__init__(settings, Path(os.path.abspath(settings.run_dir)))
         self.settings, self.job = settings, job
-        #: attempts that came before this one, without a requeue; the nodes that train in this one.
+        #: attempts before this one without a requeue; the nodes that train in this one.
         self.again, self.nodes = 0, job.nodes
         self.attempts = Attempts()
         self.chain = Chain(settings, job, self.run_dir, self.say)
-        #: signals that have come and are not looked at yet.
+        #: signals received and not yet handled.
         self._heard = [] if settings.heard == "-" else [settings.heard]
-        #: why Slurm has ended this attempt, once it has, and whether it queued the job again.
+        #: why Slurm ended this attempt, once it has, and whether it requeued the job.
         self.reason: Reason | None = None
         self.requeued = False
-        #: the decision, once the job is done; until when it may still wait for a checkpoint.
+        #: the decision, once made; until when it may still wait for a checkpoint.
         self._done: Decision | None = None
         self._decide_by: float | None = None
         self._step: subprocess.Popen[bytes] | None = None
         self._watch: subprocess.Popen[bytes] | None = None
-        #: see `Tasks`; how many there are, and when they were started.
+        #: see `Tasks`; their number, and when they were started.
         self._ignoring, self._tasks, self._began = Path(), 0, 0.0
         self._batch_log, self._log_size = _batch_log()
 
     def say(self, words: str) -> None:
-        """A line in both logs; one that the disk takes no more is lost."""
+        """Write a line to both logs; if the disk is full, it is lost."""
         words = "; ".join(line.strip() for line in words.splitlines())
         line = f"{time.strftime('%FT%T')} [job {self.job.id}, attempt {self._number}] {words}"
         with suppress(OSError):
@@ -110,7 +110,7 @@ class SlurmDriver(LaunchDriver):
 
     @property
     def attempt(self) -> str:
-        """The name of this attempt, which no other has."""
+        """The unique name of this attempt."""
         return f"{self.job.id}.{self._number}"
 
     @property
@@ -119,7 +119,7 @@ class SlurmDriver(LaunchDriver):
         return self.run_dir / "logs" / self.attempt
 
     def run(self) -> int:
-        """See `run`.
+        """Run the attempt, see `run`.
 
         Raises:
             MegaresumeError: it cannot begin.
@@ -139,7 +139,7 @@ class SlurmDriver(LaunchDriver):
         self.say_start(ranks)
         if self.settings.requeue == "no":
             self.chain.submit(self.attempts.excluded)
-        # What a stop that came too late for the last attempt has left would stop this one.
+        # A stop file that came too late for the last attempt would stop this one.
         self.stop_file.unlink(missing_ok=True)
         ledgers = Ledgers(checkpoint_roots(self.training, Path.cwd()), self.attempt)
         status = self._check_nodes(ranks)
@@ -148,13 +148,13 @@ class SlurmDriver(LaunchDriver):
         return self._end(status, ledgers)
 
     def _check(self) -> int:
-        """Look at the settings; the ranks on a node."""
+        """Check the settings; returns the number of ranks on a node."""
         ranks = check(self.settings, self.job, self.run_dir)
         self.chain.read()
         return ranks
 
     def _count(self) -> None:
-        """Count this attempt: on the disk before anything starts, also one that nobody sees end."""
+        """Count this attempt, on disk before anything starts, so that it counts even if nobody sees it end."""
         self.make_run_dir(self.logs, "set RUN_DIR to a directory that all nodes can write to")
         self.attempts = read_attempts(self._attempts_file)
         if (decision := decide_start(self.history)) is not None:
@@ -168,7 +168,7 @@ class SlurmDriver(LaunchDriver):
                 self.say(f"{' '.join(pins)} is left out: {saved}")
 
     def _choose_nodes(self) -> None:
-        """Choose the nodes that train, of those that are left; others watch whether the node of this driver lives."""
+        """Choose the training nodes from those left; other nodes watch whether the node of this driver is alive."""
         left = self.job.nodes_left()
         self.nodes = choose_nodes(left, int(self.settings.train_nodes), self.attempts.replaced)
         others = [node for node in left if node != os.environ.get("SLURMD_NODENAME")]
@@ -203,11 +203,11 @@ class SlurmDriver(LaunchDriver):
         return self.run_dir / "logs" / f"attempts.{self.chain.head}.json"
 
     def say_start(self, ranks: int) -> None:
-        """The first line of an attempt."""
+        """Log the first line of an attempt."""
         job = self.job
         self.end = job.end_time()
-        # By job and attempt, so that neither two jobs on one node nor what a lost attempt has left behind meet at it;
-        # below the ports that the system gives to outgoing connections.
+        # By job and attempt, so that two jobs on one node do not meet at it, nor this one a lost attempt's leftovers;
+        # below the system's ports for outgoing connections.
         port = 10000 + (int(os.environ["SLURM_JOB_ID"]) + 7919 * job.attempt + 613 * self.again) % 20000
         self.layout = RankLayout(
             nodes=self.nodes, ranks_per_node=ranks, address=job.address_of(self.nodes[0]), port=port
@@ -224,7 +224,7 @@ class SlurmDriver(LaunchDriver):
             self.say(f"node {node} is used only if there is no other: {why}")
 
     def _check_nodes(self, ranks: int) -> Status | None:
-        """Let every node look at itself; None if all are well."""
+        """Run the check on every node; None if all are fine."""
         if self.settings.node_check == "no":
             return None
         gpus = ranks if self.job.asked_for_gpus() else 0
@@ -242,7 +242,7 @@ class SlurmDriver(LaunchDriver):
         if set(answers) == set(self.nodes):
             verdict = judge(self.nodes, answers, received)
             bad = verdict.bad
-        else:  # nodes of one machine may all have its name
+        else:  # several nodes on one machine may all have its name
             verdict = judge(tuple(answers), answers, received)
             bad = verdict.bad
             if len(answers) > 1 or len(set(answers) & set(self.nodes)):
@@ -264,15 +264,15 @@ class SlurmDriver(LaunchDriver):
             training=self.training,
             logs=self.logs,
         )
-        # When one task fails the others can only wait for it, so they are ended; when one has ended well, the others
-        # may still write their part of the checkpoint.
+        # When a task fails, the others would only wait for it, so they are ended; when one ends successfully, the
+        # others may still be writing their part of the checkpoint.
         more = ["--kill-on-bad-exit=1", f"--wait={settings.save_seconds}", "--export=ALL"]
         command, env = settings.srun(
             self.nodes, started.per_node, [*more, f"--output={self.logs}/%N.log", *started.words]
         )
         env |= started.env | {ATTEMPT: self.attempt, "MASTER_ADDR": layout.address, "MASTER_PORT": str(layout.port)}
         if self.end is not None:
-            # So that the ranks say when a save takes longer than what is left of the job.
+            # The ranks warn if a save takes longer than the time left.
             env["MEGARESUME_JOB_END_TIME"] = str(self.end)
         said = self.logs / "srun.txt"
         with open(said, "wb") as file:
@@ -297,7 +297,7 @@ class SlurmDriver(LaunchDriver):
         if said.strip():
             print("\n".join(line[:240] for line in said.splitlines()[-20:]), flush=True)
         if self.settings.has_spares and (lost := set(_LOST.findall(said))):
-            # Ranks that srun has ended because of them have not failed.
+            # Ranks that srun ended because of lost nodes have not failed.
             bad = tuple(BadNode(name=node, why="Slurm has lost it") for node in self.nodes if node in lost)
             return Status(exit=exit_status, bad_nodes=bad)
         if exit_status == 0 or self.reason is not None:
@@ -308,7 +308,7 @@ class SlurmDriver(LaunchDriver):
         self.say(f"{error}: {error.headline or 'it printed no error'}")
         shown = error.lines or last_lines(self.logs / f"{error.node}.log")
         print("\n".join(f"  {line}" for line in shown), flush=True)
-        # The log of a node may have the name of a machine that plays several nodes.
+        # The log may contain the name of a machine that acts as several nodes.
         is_bad = error.node in self.nodes and not error.is_victim
         bad = (BadNode(name=error.node, why=f"{error}: {error.headline}"),) if is_bad else ()
         of_node = is_bad and error.is_lacking and len(self.nodes) > 1
@@ -334,12 +334,12 @@ class SlurmDriver(LaunchDriver):
         ignoring = 0
         with suppress(OSError):
             ignoring = self._ignoring.stat().st_size
-        # Else it would end tasks that have just begun. A disk that takes no byte is not a reason to wait longer.
+        # Otherwise it would kill tasks that have just begun. Do not wait longer because a full disk takes no byte.
         if ignoring >= self._tasks or time.monotonic() > self._began + _YOUNG:
             self.job.signal_ranks()
 
     def _ended_by_slurm(self) -> None:
-        """The job is over for Slurm, and what still runs is killed after its KillWait."""
+        """Slurm is ending the job, and kills what still runs after KillWait."""
         self.reason, self.requeued = self.job.why_ended(self._said_by_slurm())
         self.touch_stop_file()  # the ranks got the TERM as well
         if self.requeued:
@@ -351,7 +351,7 @@ class SlurmDriver(LaunchDriver):
             self.say(f"TERM came: Slurm ends this attempt ({self.reason})")
 
     def _decide_early(self, ledgers: Ledgers) -> None:
-        """Queue the job again while there is time; if only a checkpoint can justify it, wait for that a while."""
+        """Requeue the job while there is time; if that needs a new checkpoint, wait for it for a while."""
         decision = self._decide(Status(exit=1), self._progress(ledgers))
         if self.requeued or self.reason == "cancelled":
             self._done = decision
@@ -374,7 +374,7 @@ class SlurmDriver(LaunchDriver):
         slurm = SlurmState(
             reason=self.reason,
             requeued=self.requeued,
-            # Asked now: while the ranks wait for the signal nobody waits for the controller.
+            # Asked only now: while the ranks wait for the signal, do not wait for the controller.
             preempting=self.signal is not None and self.reason is None and self.job.is_preempted(),
             may_requeue=self.settings.requeue == "yes",
             successor=self.chain.successor,
@@ -448,7 +448,7 @@ class SlurmDriver(LaunchDriver):
 
 
 def _batch_log() -> tuple[str, int]:
-    """The file that this process prints to, and its size now."""
+    """The file that this process prints to, and its current size."""
     try:
         path = os.readlink("/proc/self/fd/2")
         return path, os.stat(path).st_size

@@ -1,8 +1,8 @@
-"""Slurm's own commands, asked and understood, for drivers of jobs and for `megaresume smoke`.
+"""Calls Slurm's commands and parses their output, for drivers of jobs and for `megaresume smoke`.
 
-run       once, whatever comes of it
-try_to    a controller that does not answer is asked again for a while: busy ones are slow, restarted ones come back
-ask       likewise, and it must succeed
+run       once, with any result
+try_to    retried for a while if the controller does not answer: it may be busy or restarting
+ask       like try_to, and must succeed
 find_job  scontrol show job -o 17  ->  JobInfo(state="RUNNING", restarts=1, node_list="n[1-2]", ...)
 """
 
@@ -22,11 +22,11 @@ from pathlib import Path
 from megaresume.stream.errors import SetupError
 
 COMMANDS = ("sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
-#: seconds that a controller may be away.
+#: seconds for which a controller may be away.
 PATIENCE = 120.0
-#: exit status of a command that has not answered in time.
+#: exit status for a command that did not answer in time.
 NO_ANSWER = 124
-#: states that a job never leaves. PENDING, RUNNING, COMPLETING, REQUEUED ... are not among them.
+#: final states of a job. PENDING, RUNNING, COMPLETING, REQUEUED ... are not among them.
 FINAL = frozenset(
     [
         "BOOT_FAIL",
@@ -42,7 +42,7 @@ FINAL = frozenset(
     ]
 )
 _AWAY = ("Unable to contact slurm controller", "Socket timed out", "Connection refused", "Zero Bytes were transmitted")
-#: The states of a node that jobs can be given to, now or when others have ended.
+#: States of a node that jobs can be given, now or when others have ended.
 _USABLE = ("idle", "mixed", "allocated", "completing")
 
 
@@ -53,9 +53,9 @@ class JobInfo:
     state: str
     #: why it is pending.
     reason: str
-    #: how often the job was queued again.
+    #: how often the job was requeued.
     restarts: int
-    #: the nodes that the job runs on, or ran on last, as Slurm writes them.
+    #: the nodes that the job runs on, or last ran on, in Slurm's notation.
     node_list: str
     #: the node of the batch script.
     batch_host: str
@@ -64,14 +64,14 @@ class JobInfo:
     cpus_per_task: int
     #: minutes; None: no limit.
     time_limit: int | None
-    #: seconds that it has run.
+    #: seconds for which it has run.
     run_time: float
-    #: the exit status of the batch script; 128 and the signal where that ended it.
+    #: the exit status of the batch script; 128 plus the signal that ended it.
     exit_status: int
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """The nodes by name; () while the job waits for its first. Asks Slurm, which most looks at a job need not."""
+        """The nodes by name; () while the job waits for its first. Calls Slurm, so only when needed."""
         return hostnames(self.node_list)
 
     @property
@@ -91,18 +91,18 @@ class Partition:
     priority: int
     #: whether jobs of a higher priority may take its nodes.
     preemptable: bool
-    #: nodes that one job may have; None: all.
+    #: most nodes for one job; None: all.
     max_nodes: int | None
 
 
 def ignore_signals() -> None:
-    """A signal to all processes of a job must not end a command before its answer is known."""
+    """Ignore signals in a command, so that a signal to all of a job's processes does not lose the answer."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def run(*words: str, env: Mapping[str, str] | None = None, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
-    """Run a command once; whatever its exit status, which is `NO_ANSWER` if it takes too long or cannot be run."""
+    """Run a command once, with any exit status; `NO_ANSWER` if it takes too long or cannot be run."""
     try:
         return subprocess.run(
             words,
@@ -118,17 +118,17 @@ def run(*words: str, env: Mapping[str, str] | None = None, timeout: float = 60.0
 
 
 def is_away(done: subprocess.CompletedProcess[str]) -> bool:
-    """Whether a command has failed because the controller is not there."""
+    """Whether a command failed because the controller is away."""
     return any(words in done.stderr for words in _AWAY)
 
 
 def try_to(
     *words: str, env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command; whatever its exit status. It is asked again while the controller is away.
+    """Run a command, with any exit status; retried while the controller is away.
 
     Raises:
-        SetupError: there is no Slurm here, or no answer.
+        SetupError: no Slurm here, or no answer.
     """
     if shutil.which(words[0]) is None:
         raise SetupError(
@@ -151,13 +151,13 @@ def try_to(
 
 
 def ask(*words: str, env: Mapping[str, str] | None = None, failing: str | None = None) -> str:
-    """Run a command that must succeed; what it prints.
+    """Run a command that must succeed; returns its output.
 
     Args:
         failing: headline of the error.
 
     Raises:
-        SetupError: it fails; with Slurm's own words.
+        SetupError: it failed; quotes Slurm.
     """
     done = try_to(*words, env=env)
     if done.returncode:
@@ -171,7 +171,7 @@ def ask(*words: str, env: Mapping[str, str] | None = None, failing: str | None =
 
 
 def find_job(job: str) -> JobInfo | None:
-    """A job; None if Slurm has forgotten it, minutes after its end.
+    """A job; None if Slurm has forgotten it, as it does minutes after the end.
 
     Raises:
         SetupError: see `ask`.
@@ -227,7 +227,7 @@ def find_partitions() -> list[Partition]:
 
 
 def nodes_of(partition: str) -> dict[str, str]:
-    """The nodes of a partition: name to state, as ``sinfo`` writes it.
+    """The nodes of a partition: name -> state, in the notation of ``sinfo``.
 
     Raises:
         SetupError: see `ask`.
@@ -237,13 +237,14 @@ def nodes_of(partition: str) -> dict[str, str]:
 
 
 def usable(state: str) -> bool:
-    """Whether a node in this state can get a job: one that is planned for another job (``-``), or powered down (``~``)
-    or up (``#``) to save energy, can; one that does not answer (``*``) cannot."""
+    """Whether a job can get a node in this state: also one planned for another job (``-``), or powered down (``~``) or
+    up (``#``) to save energy; but not one that does not respond (``*``).
+    """
     return state.rstrip("-~#") in _USABLE
 
 
 def hostnames(nodes: str) -> tuple[str, ...]:
-    """``n[1-3]`` as its names."""
+    """The names in ``n[1-3]``."""
     if nodes in ("", "(null)", "None"):
         return ()
     if "[" not in nodes:
@@ -275,7 +276,7 @@ def script_options(script: Path) -> list[str]:
 
 
 def option(words: Sequence[str], long: str, short: str = "") -> str | None:
-    """The value of an option of sbatch, as its last mention has it; None if not there."""
+    """The value of an option of sbatch, from its last mention; None if it is missing."""
     value = None
     for word, following in zip(words, [*words, ""][1:], strict=True):
         name, equals, inline = word.partition("=")
@@ -297,7 +298,7 @@ def fields_of(line: str) -> dict[str, str]:
 
 
 def _number(text: str) -> int:
-    """The first number of ``2-4``; 1 if there is none, as for a job that was cancelled."""
+    """The first number in ``2-4``; 1 if there is none, as for a cancelled job."""
     digits = re.match(r"\d+", text)
     return int(digits.group()) if digits else 1
 

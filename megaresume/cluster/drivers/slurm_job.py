@@ -1,19 +1,19 @@
-"""This job, as its batch script asks Slurm's commands about it. Array tasks are named ARRAY_TASK everywhere: the last
-task of an array has the number of the whole array in SLURM_JOB_ID, and what is done to that is done to all of them.
+"""This job, through Slurm's commands. Array tasks are always named ARRAY_TASK: for the last task of an array,
+SLURM_JOB_ID is the number of the whole array, and a command with it would affect all tasks.
 
-    show job, show node, show config       what Slurm knows, also of the nodes that the job still has
-    requeue, cancel, submit, leave out     what is to happen
+    show job, show node, show config       what Slurm knows, including the nodes that the job still has
+    requeue, cancel, submit, leave out     actions
 
-And the settings of its script, what is refused before anything starts, and the command on every node:
+Also the settings of its script, the checks before anything starts, and the command for every node:
 
-    SlurmSettings    as they were given: words
-    check            those that are known, that fit this job, and that lead to a Python and data
+    SlurmSettings    as given: words
+    check            refuses those that are unknown, do not fit this job, or lack a Python or data
     Chain            the jobs that follow this one
     tasks            what srun starts on every node, for each launcher:
 
-        torchrun     one torchrun a node
-        srun         one task a rank
-        deepspeed    one deepspeed launcher a node, without ssh
+        torchrun     one torchrun per node
+        srun         one task per rank
+        deepspeed    one deepspeed launcher per node, without ssh
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from megaresume.cluster.drivers.node_check import Verdict
 from megaresume.cluster.drivers.slurm_commands import NO_ANSWER, fields_of, ignore_signals, is_away, run, usable
 from megaresume.stream.errors import UsageError
 
-#: How often, and how many seconds apart, a controller that is away is asked to queue the job again.
+#: How often, and after how many seconds, a requeue is retried if the controller is away.
 _TRIES, _PAUSE = 30, 5.0
-#: The reasons for the end of an attempt, by what Slurm writes to the batch log about it.
+#: Reasons for the end of an attempt, by Slurm's words in the batch log.
 _REASONS: dict[str, Reason] = {
     "TIME LIMIT": "time limit",
     "PREEMPTION": "preemption",
     "NODE FAILURE": "node failure",
     "JOB REQUEUE": "requeue",
 }
-#: options of sbatch that the next job of a chain takes from this one, with the variables that Slurm tells them by.
+#: options of sbatch that the next job of a chain inherits, with Slurm's variables for them.
 _OPTIONS = {
     "partition": "SLURM_JOB_PARTITION",
     "account": "SLURM_JOB_ACCOUNT",
@@ -71,11 +71,11 @@ done"""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmJob:
-    """The Slurm job that this process is in."""
+    """The Slurm job of this process."""
 
-    #: the id as Slurm's commands take it: ``17``, or ``12_3`` of an array.
+    #: the id for Slurm's commands: ``17``, or ``12_3`` in an array.
     id: str
-    #: how often the job was queued again.
+    #: how often the job was requeued.
     attempt: int
     name: str
     nodes: tuple[str, ...]
@@ -84,7 +84,7 @@ class SlurmJob:
 
     @classmethod
     def of_environment(cls) -> SlurmJob:
-        """The job that the variables of a batch script describe."""
+        """The job in the environment variables of a batch script."""
         env = os.environ
         array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
         node_list = env["SLURM_JOB_NODELIST"]
@@ -98,15 +98,15 @@ class SlurmJob:
         )
 
     def show(self, job: str = "") -> dict[str, str]:
-        """The controller's record of it, or of another job; {} if it does not answer."""
+        """The controller's record of it, or of another job; {} without an answer."""
         return fields_of(run("scontrol", "show", "job", "--oneliner", job or self.id).stdout)
 
     def state(self) -> str:
-        """The state, such as RUNNING; "" if it is not known."""
+        """The state, such as RUNNING; "" if unknown."""
         return run("squeue", "-h", "-j", self.id, "-o", "%T").stdout.strip()
 
     def is_preempted(self) -> bool:
-        """Whether Slurm has decided to give its nodes to another job, of which the user's signal tells beforehand."""
+        """Whether Slurm has decided to give its nodes to another job, which the job's own signal announces."""
         return self.show().get("PreemptTime", "None")[:1].isdigit()
 
     def end_time(self) -> int | None:
@@ -115,26 +115,27 @@ class SlurmJob:
         return int(datetime.fromisoformat(end).timestamp()) if end[:1].isdigit() else None
 
     def asked_for_gpus(self) -> bool:
-        """Whether GPUs were asked for; ``--exclusive`` alone gives a job all of a node's."""
+        """Whether GPUs were requested; ``--exclusive`` alone gives a job all GPUs of a node."""
         return any("gpu" in value for name, value in self.show().items() if name.startswith("TresPer"))
 
     def address_of(self, node: str) -> str:
-        """The address by which Slurm reaches a node: its name may not be known on the other nodes."""
+        """The address at which Slurm reaches a node: other nodes may not know its name."""
         return fields_of(run("scontrol", "show", "node", "--oneliner", node).stdout).get("NodeAddr", node)
 
     def nodes_left(self) -> tuple[str, ...]:
-        """The nodes that it still has: from a job with ``--no-kill`` Slurm takes away those that die."""
+        """The nodes that it still has: with ``--no-kill``, Slurm removes those that fail."""
         left = run("scontrol", "show", "hostnames", self.show().get("NodeList", "")).stdout.split()
         return tuple(node for node in self.nodes if node in left) or self.nodes
 
     def watch(self, nodes: Sequence[str], log: Path, *, requeue: bool) -> subprocess.Popen[bytes]:
-        """Let other nodes end this job if that of its batch script dies: with ``--no-kill`` Slurm would keep it until
-        its time limit, without a script.
+        """Make other nodes end this job if the node of its batch script dies.
+
+        With ``--no-kill``, Slurm would keep the job until its time limit, without a script.
 
         Args:
-            nodes: other ones, which do little for it.
-            log: of decisions.
-            requeue: queue it again; else it is cancelled, and a chain continues.
+            nodes: the other ones, which need hardly any time for it.
+            log: for decisions.
+            requeue: requeue it; otherwise it is cancelled, and a chain continues.
         """
         count, end = len(nodes), "scontrol requeue" if requeue else "scancel"
         words = ["srun", "--overlap", "--no-kill", f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1"]
@@ -148,39 +149,39 @@ class SlurmJob:
         return 30.0 if found is None else float(found[1])
 
     def other_nodes(self, excluded: Sequence[str]) -> int:
-        """Nodes of its partition that it could have in place of its own."""
+        """The number of nodes in its partition that it could get instead of its own."""
         words = ["sinfo", "-h", "-N", "-o", "%N %T", *(["-p", self.partition] if self.partition else [])]
         pairs = [line.split() for line in run(*words).stdout.splitlines()]
         names = {pair[0] for pair in pairs if len(pair) == 2 and usable(pair[1])}
         return len(names - {*self.nodes, *excluded})
 
     def why_ended(self, said: str) -> tuple[Reason, bool]:
-        """Why Slurm has ended this attempt, and whether it has queued the job again itself.
+        """Why Slurm ended this attempt, and whether it has requeued the job.
 
         Args:
-            said: what it has written to the batch log.
+            said: what it wrote to the batch log.
         """
         now = self.show()
         reason: Reason = "cancelled"
         found = re.findall(rf"JOB {os.environ['SLURM_JOB_ID']} ON .* CANCELLED AT.* DUE TO ([A-Z ]+)", said)
         if found:
             reason = _REASONS.get(found[-1].strip(), "cancelled")
-        # Not the clock: the limit may be another one than at the start, and a scancel after the old one is a scancel.
+        # Not by the clock: the limit may have changed since the start, and a scancel after the old limit is a scancel.
         if now.get("Reason") == "TimeLimit":
             reason = "time limit"
-        # The end is not known once it is pending; before that, while the ranks are waited for, the reason tells.
+        # The end is unknown once it is pending; before that, while Slurm waits for the ranks, the reason tells.
         requeued = now.get("EndTime") == "Unknown" or reason == "requeue"
         return "requeue" if requeued and reason == "cancelled" else reason, requeued
 
     def signal_ranks(self) -> None:
-        """USR1 for all processes of its steps; launchers ignore it, ranks listen."""
+        """Send USR1 to all processes of its steps; launchers ignore it, ranks handle it."""
         run("scancel", "--signal=USR1", self.id)
 
     def requeue(self) -> str | None:
-        """Queue it again. A controller that is being restarted is worth waiting for: nobody else would do it.
+        """Requeue it. Waits for a controller that is restarting, as nothing else would requeue the job.
 
         Returns:
-            None; or why not.
+            None; or why it failed.
         """
         for _ in range(_TRIES):
             done = run("scontrol", "requeue", self.id)
@@ -192,10 +193,10 @@ class SlurmJob:
         return done.stderr.strip()
 
     def leave_out(self, nodes: Sequence[str], job: str) -> str | None:
-        """Let a waiting job not have these nodes; those that it was told to leave out already stay so.
+        """Exclude nodes from a waiting job, in addition to those already excluded.
 
         Returns:
-            None; or why not.
+            None; or why it failed.
         """
         before = self.show(job).get("ExcNodeList", "(null)")
         names = [*([] if before == "(null)" else [before]), *nodes]
@@ -207,16 +208,16 @@ class SlurmJob:
         return run("scancel", job).returncode == 0
 
     def submit(self, script: str, flags: Sequence[str], more: Sequence[str], variables: Mapping[str, str]) -> str:
-        """Submit a job that begins when this one has ended, for whatever reason.
+        """Submit a job that begins when this one ends, for whatever reason.
 
         Args:
-            script: as it was submitted.
+            script: as submitted.
             flags: of the script.
-            more: options of sbatch, besides those that this job tells.
+            more: options of sbatch, besides those that this job inherited.
             variables: for the script.
 
         Returns:
-            what sbatch says: the number of the job, or why not.
+            the output of sbatch: the number of the job, or the error.
         """
         limit = run("squeue", "-h", "-j", self.id, "-o", "%l").stdout.strip()
         options = [f"--dependency=afterany:{self.id}", "--export=ALL", "--parsable", f"--job-name={self.name}"]
@@ -225,7 +226,7 @@ class SlurmJob:
             value = os.environ.get(variable, "")
             if value and value != "(null)":
                 options.append(f"--{option}={value}")
-        # What describes this job must not describe the next.
+        # Variables that describe this job must not describe the next.
         own = {name for name in os.environ if name.startswith("SLURM_")} | {"MASTER_ADDR", "MASTER_PORT"}
         env = {name: value for name, value in os.environ.items() if name not in own - {"SLURM_CONF"}} | dict(variables)
         done = run("sbatch", *options, *more, script, *flags, env=env)
@@ -233,7 +234,7 @@ class SlurmJob:
 
 
 def listen(heard: Callable[[str], None]) -> None:
-    """Call ``heard`` with USR1 or TERM when one comes. Never CONT, which Slurm sends along."""
+    """Call ``heard`` for every USR1 or TERM; never for CONT, which Slurm also sends."""
 
     def handler(number: int, frame: object) -> None:
         heard("TERM" if number == signal.SIGTERM else "USR1")
@@ -242,18 +243,18 @@ def listen(heard: Callable[[str], None]) -> None:
     signal.signal(signal.SIGTERM, handler)
 
 
-#: The variables of the first job of a chain, and of how many jobs may still follow; for the next job.
+#: Variables for the next job: the first job of the chain, and how many jobs may still follow.
 _HEAD, _LEFT = "MEGARESUME_CHAIN_HEAD", "MEGARESUME_CHAIN_LEFT"
 
 LAUNCHERS = ("torchrun", "srun", "deepspeed")
-#: USR1 reaches every process of a step, and TERM at the end of the job: launchers and containers would die of them.
-#: Each task leaves a byte when it ignores them.
+#: USR1 reaches every process of a step, and so does TERM at the end of the job: launchers and containers would die.
+#: Each task writes a byte when it ignores them.
 _IGNORE_SIGNALS = 'trap "" USR1 TERM; printf . >>"$0"; exec "$@"'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlurmSettings(LaunchSettings):
-    """The settings of the batch script, which is here as Slurm has copied it."""
+    """The settings of the batch script, whose copy by Slurm is running."""
 
     launcher: str
     train_nodes: str
@@ -264,7 +265,7 @@ class SlurmSettings(LaunchSettings):
     node_check: str
     save_seconds: str
     srun_options: str
-    #: the signal that came to the script before the driver listened; -: none.
+    #: the signal that the script received before the driver listened; -: none.
     heard: str
     container: tuple[str, ...]
 
@@ -284,22 +285,22 @@ class SlurmSettings(LaunchSettings):
         tasks = len(nodes) * per_node
         command = ["srun", f"--nodes={len(nodes)}", f"--ntasks={tasks}", f"--ntasks-per-node={per_node}"]
         if self.has_spares:
-            # Slurm may hold the step of the last attempt for minutes after a node of it is gone.
+            # Slurm may hold the step of the last attempt for minutes after it lost a node.
             command += [f"--nodelist={','.join(nodes)}", "--overlap"]
         if not any(option.startswith("--cpu-bind") for option in options):
             options.append("--cpu-bind=none")  # ranks use all CPUs of the job
         env = dict(os.environ) | {"PYTHONUNBUFFERED": "1"}
         if (python := shutil.which(self.python)) and not self.contained:
-            # DeepSpeed compiles at the start if it finds a ninja that is not that of its own environment.
+            # DeepSpeed compiles at the start if the first ninja is not that of its environment.
             env["PATH"] = f"{Path(python).parent}:{env['PATH']}"
         if cpus := env.get("SLURM_CPUS_PER_TASK"):
-            # srun does not take it from the job by itself. The CPUs of the job's tasks on a node, for ours.
+            # srun does not inherit it from the job. For our task: all CPUs of the job's tasks on a node.
             on_node = int(cpus) * int(env.get("SLURM_NTASKS_PER_NODE") or 1)
             env["SRUN_CPUS_PER_TASK"] = str(max(1, on_node // per_node))
         return [*command, *options, *words], env
 
     def check_verdict(self, verdict: Verdict) -> None:
-        """Raise UsageError for what no node has. The training says it better of anything but what starts it."""
+        """Raise UsageError for what every node lacks and starting needs; the training reports the rest better."""
         if self.data in verdict.missing:
             raise self.no_data()
         if script_of(self.train) in verdict.missing:
@@ -314,10 +315,10 @@ class SlurmSettings(LaunchSettings):
 
 
 def check(settings: SlurmSettings, job: SlurmJob, run_dir: Path) -> int:
-    """Look at the settings; the ranks on a node.
+    """Check the settings; returns the number of ranks on a node.
 
     Raises:
-        UsageError: one is wrong.
+        UsageError: a setting is wrong.
     """
     env = os.environ
     if int(env.get("SLURM_HET_SIZE", "1")) > 1:
@@ -349,41 +350,41 @@ def check(settings: SlurmSettings, job: SlurmJob, run_dir: Path) -> int:
 
 
 def _ends_in(name: str, task: str) -> bool:
-    """Whether a directory is that of one task of an array."""
+    """Whether a directory belongs to one task of an array."""
     return name.endswith(task) and not name[: -len(task)][-1:].isdigit()
 
 
 class Chain:
-    """The jobs that follow this one (CHAIN), one after another, where it may not be queued again itself.
+    """The jobs that follow this one (CHAIN), one after another, for jobs that must not be requeued.
 
     Args:
         settings: of the script.
-        job: this one.
+        job: this job.
         run_dir: RUN_DIR.
-        say: a line of the log.
+        say: writes a line to the log.
     """
 
     def __init__(self, settings: SlurmSettings, job: SlurmJob, run_dir: Path, say: Callable[[str], None]) -> None:
         self._settings, self._job, self._run_dir, self._say = settings, job, run_dir, say
-        #: the first job of the chain; and the next one, once it was submitted.
+        #: the first job of the chain; and the next one, once submitted.
         self.head = job.id
         self.successor: str | None = None
         #: how many jobs may still follow.
         self._left = 0
 
     def read(self) -> None:
-        """Read what the job before passed on, and what an earlier attempt of this one left."""
+        """Read what the previous job passed on, and what an earlier attempt of this one left."""
         self.head = os.environ.get(_HEAD, self._job.id)
-        # Also if CHAIN was written over in the script, as every job of the chain then has it: it comes to an end.
+        # A CHAIN written into the script, which every job of the chain sees, does not count: the chain must end.
         self._left = int(os.environ.get(_LEFT, self._settings.chain))
         with suppress(OSError):
             self.successor = self._file.read_text().strip() or None
 
     def submit(self, excluded: Collection[str]) -> None:
-        """Submit the next job before anything is trained: whatever happens to this job, the next one is queued.
+        """Submit the next job before anything is trained, so that it is queued whatever happens to this job.
 
         Args:
-            excluded: nodes that it is to leave out.
+            excluded: nodes that it must not use.
         """
         if not self._left or self.successor is not None:
             return
@@ -406,7 +407,7 @@ class Chain:
         self._say(f"chain: job {job} follows, whatever becomes of this one; {self._left - 1} more may follow it")
 
     def cancel(self, why: str) -> None:
-        """The next job is not needed."""
+        """Cancel the next job, which is not needed."""
         if self.successor is not None and self._job.cancel(self.successor):
             self._say(f"chain: job {self.successor} is cancelled: {why}")
 
@@ -431,7 +432,7 @@ class Tasks:
 
     per_node: int
     words: tuple[str, ...]
-    #: has a byte of each task that may be sent signals.
+    #: gets a byte from each task once it can be sent signals.
     ignoring: Path
     env: dict[str, str] = field(default_factory=dict)
 
@@ -444,10 +445,10 @@ def tasks(
     Args:
         launcher: one of `LAUNCHERS`.
         layout: where the ranks are.
-        python: that they run in.
-        container: what goes before a command on every node; (): nothing.
-        training: what follows ``python``: a script or ``-m`` and a module, and its flags.
-        logs: a directory for files of this attempt that all nodes see.
+        python: the Python that they run in.
+        container: words before a command on every node; (): none.
+        training: the words after ``python``: a script or ``-m`` and a module, and its flags.
+        logs: a directory for files of this attempt, visible to all nodes.
     """
     train, python = shlex.join(training), shlex.quote(python)
     nodes, ranks, where = len(layout.nodes), layout.ranks_per_node, (layout.address, str(layout.port))
@@ -457,20 +458,20 @@ def tasks(
             f'exec {python} -m torch.distributed.run --nnodes {nodes} --node-rank "$SLURM_NODEID" '
             f"--master-addr {where[0]} --master-port {where[1]} --nproc-per-node {ranks} {train}"
         )
-        # Slurm sends TERM to everything when a job ends. torchrun would kill its ranks; left alone, they save.
+        # Slurm sends TERM to everything when a job ends. torchrun would kill its ranks; without that, they save.
         env["PET_SIGNALS_TO_HANDLE"] = "SIGINT"
     elif launcher == "srun":
         per_node = ranks
-        # Each task sees all GPUs of its node and takes that of its number: no --gpus-per-task.
+        # Each task sees all GPUs of its node and uses the one with its number: no --gpus-per-task.
         task = (
             "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS "
             f"LOCAL_WORLD_SIZE={ranks}; exec {python} {train}"
         )
     else:
-        # What DeepSpeed would else find out by ssh. It starts the ranks of its own node only.
+        # What DeepSpeed would otherwise find out by ssh. It only starts the ranks of its own node.
         hosts = logs / "hostfile"
         hosts.write_text("".join(f"{node} slots={ranks}\n" for node in layout.nodes))
-        # What follows -m is a module to Python, and what follows --module to DeepSpeed.
+        # For Python, the word after -m is a module; for DeepSpeed, the one after --module.
         if training[0] == "-m":
             train = shlex.join(["--module", *training[1:]])
         task = (

@@ -1,4 +1,4 @@
-"""``megaresume smoke``: stop the real thing in every way, resume it on other layouts, and compare every step."""
+"""``megaresume smoke``: stops the real training in every way, resumes it on other layouts, compares every step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megaresume.command_line import need_packages
 from megaresume.shipped import launch_script
 from megaresume.stream.errors import SetupError, UsageError
 
-#: Written into the directory of a test, so that --overwrite removes nothing else.
+#: Marks the directory of a test, so that --overwrite removes nothing else.
 MARK = ".megaresume-smoke"
 
 
@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     launcher = _launcher(args, plan)
     launches = [plan.launch("run", layout, data=plan.options.data, model=()) for layout in plan.layouts]
     launcher.check(launches, [stop.kind for stop in plan.stops])
-    if args.script is None and args.launcher == "local":  # under Slurm it is the nodes that need them
+    if args.script is None and args.launcher == "local":  # under Slurm, the nodes need them
         packages = ("torch", "deepspeed", "megatron.core", *(("PIL",) if args.model == "vlm" else ()))
         need_packages("our own model", packages, extra="demo")
     own_directory(plan.out, mark=MARK, what="test", overwrite=args.overwrite)
@@ -152,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
 def _launcher(args: argparse.Namespace, plan: SmokePlan) -> Launcher:
     if args.launcher == "slurm":
         slurm: Launcher = SlurmLauncher(
-            script=plan.options.script,  # None: ours
+            script=plan.options.script,  # None: our own
             launch=plan.options.launch,
             partition=args.partition,
             urgent_partition=args.urgent_partition,
@@ -207,13 +207,13 @@ def _above_zero(text: str) -> float:
 
 
 def run_smoke(plan: SmokePlan, launcher: Launcher, *, tolerance: float, patience: float, say: Say) -> Result:
-    """Run it.
+    """Run the smoke test.
 
     Args:
         plan: what to run.
-        launcher: how.
-        tolerance: relative difference of losses that another order of sums may make.
-        patience: seconds without anything new after which it gives up.
+        launcher: starts and stops the jobs.
+        tolerance: relative difference of losses allowed for another order of summation.
+        patience: seconds without progress after which it gives up.
         say: prints a line for people.
 
     Raises:
@@ -287,7 +287,7 @@ class _Test(Scenario):
         return self.plan.out / f"{name}.{number}.log"
 
     def recorded(self, layout: LaunchLayout, topology: dict[str, Any]) -> LaunchLayout:
-        """A requeued job keeps its flags: what the training says of itself counts."""
+        """The layout from the training's own record, as a requeued job keeps its flags."""
         return replace(
             layout,
             workers=topology.get("num_workers", layout.workers),
@@ -326,7 +326,7 @@ def _final(plan: SmokePlan, name: str) -> RunRecords | None:
 
 
 def _refuse_unproved(plan: SmokePlan, result: Result) -> None:
-    """Hashes of ranks on another layout say nothing: without ``verify`` their order and content are unknown."""
+    """Refuse hashes of ranks on another layout: without ``verify``, they prove neither order nor content."""
     outcome = result.outcome
     if outcome is None or result.verified is not None or outcome.hashed == outcome.compared:
         return
@@ -341,7 +341,7 @@ def _refuse_unproved(plan: SmokePlan, result: Result) -> None:
 
 
 def _verify(plan: SmokePlan, result: Result) -> bool | None:
-    """Plan the stream of the run again on this CPU."""
+    """Plan the stream of the run again on this CPU; returns whether it agrees."""
     try:
         found: dict[str, Any] = ask(
             "verify", str(plan.run_dir("run") / "checkpoints"), "--log-samples", str(plan.records("run")), "--content"

@@ -1,8 +1,8 @@
-"""Ctrl-C, a kill, a terminal that is closed: what was started is ended, and a node that was set down comes back.
+"""On Ctrl-C, a kill or a closed terminal, ends what was started, and brings back a node that was set down.
 
-first     -> KeyboardInterrupt: whoever started something ends it on the way out
-second    -> a line: that is still going on
-third     -> KeyboardInterrupt, wherever it comes
+first     -> KeyboardInterrupt: everything started is ended on the way out
+second    -> a line that says that this is in progress
+third     -> KeyboardInterrupt, immediately
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-#: The signals on which the process cleans up: by default two of them end it at once, with its children left running.
+#: Signals on which the process cleans up: by default, two of them end it at once and leave its children running.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
 def cleaned_up() -> Iterator[None]:
-    """Within it these signals are a KeyboardInterrupt, see above. One that is ignored, as by nohup, stays so."""
+    """A context in which these signals raise KeyboardInterrupt, see above; ignored ones (nohup) stay ignored."""
     told = 0
 
     def handler(number: int, frame: FrameType | None) -> None:

@@ -1,14 +1,14 @@
-"""From the flags to launches and stops; what cannot work is refused here, before anything runs.
+"""Turns the flags into launches and stops, and refuses what cannot work, before anything runs.
 
     --kill sigkill,sigterm  --nodes 2,1          reference  [2 nodes .......................................]
                                                  run        [2 nodes ..x                                      sigkill
                                                                      [1 node .......x                         sigterm
                                                                                     [2 nodes ................]
 
-Entry k of each list, cyclically, is that of attempt k. A stop comes after a checkpoint and off its step, so that a
-stop without warning really costs steps.
+Attempt k uses entry k of each list, cyclically. A stop comes after a checkpoint, but not at its step, so that a stop
+without warning really costs steps.
 
-Our own small models, and their data, are made from what this machine has: nothing is downloaded.
+Our own small models and their data are made from what this machine has; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -49,25 +49,25 @@ class SmokeOptions:
     ranks_per_node: tuple[int, ...] = ()
     workers: tuple[int, ...] = ()
     micro_batch_sizes: tuple[int, ...] = ()
-    #: samples of a step; steps of the run; steps between checkpoints.
+    #: samples per step; steps of the run; steps between checkpoints.
     global_batch_size: int | None = None
     steps: int | None = None
     save_interval: int | None = None
     zero_stage: int | None = None
     model: Literal["gpt", "vlm"] = "gpt"
     data: Path | None = None
-    #: the least seconds of a step; None: as fast as it goes.
+    #: least duration of a step in seconds; None: no limit.
     min_step_seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchLayout:
-    """The ranks of a launch, and the sizes of its batches; None: as in the script."""
+    """The ranks of a launch, and its batch sizes; None: as in the script."""
 
     nodes: int
     ranks_per_node: int
     workers: int | None
-    #: samples of a micro-batch.
+    #: samples in a micro-batch.
     micro_batch_size: int | None
 
     @property
@@ -94,23 +94,23 @@ class SmokePlan:
     """The launches and stops of a test."""
 
     options: SmokeOptions
-    #: the layout of each attempt; the reference has the first.
+    #: the layout of each attempt; the reference uses the first.
     layouts: tuple[LaunchLayout, ...]
     #: the stops between the attempts.
     stops: tuple[Stop, ...]
     steps: int
     save_interval: int
-    #: samples of a step; None: as the script says.
+    #: samples per step; None: as in the script.
     global_batch_size: int | None
 
     @property
     def own(self) -> bool:
-        """Whether the model is ours, and not that of the user's script."""
+        """Whether the model is ours rather than the user's."""
         return self.options.script is None
 
     @property
     def out(self) -> Path:
-        """The directory of everything."""
+        """The directory for everything."""
         return self.options.out
 
     def run_dir(self, name: str) -> Path:
@@ -118,7 +118,7 @@ class SmokePlan:
         return self.out / name
 
     def records(self, name: str) -> Path:
-        """File or directory of what is recorded of the steps."""
+        """File or directory of the recorded steps."""
         return self.run_dir(name) / "records"
 
     def launch(self, name: str, layout: LaunchLayout, *, data: Path | None, model: Sequence[str]) -> Launch:
@@ -126,9 +126,9 @@ class SmokePlan:
 
         Args:
             name: ``reference`` or ``run``.
-            layout: its.
+            layout: of the launch.
             data: data config; None: the script's own data.
-            model: flags of the model.
+            model: flags for the model.
         """
         run_dir = self.run_dir(name)
         flags: dict[str, object] = {
@@ -143,7 +143,7 @@ class SmokePlan:
             "num-workers": layout.workers,
             "zero-stage": self.options.zero_stage,
             "megaresume-data": data,
-            # Only the run is stopped in the middle of its steps.
+            # Only this run is stopped in the middle of its steps.
             "megaresume-min-step-seconds": self.options.min_step_seconds if name == "run" else None,
         }
         words = [word for flag, value in flags.items() if value is not None for word in (f"--{flag}", str(value))]
@@ -167,11 +167,11 @@ class SmokePlan:
 
 
 def make_plan(options: SmokeOptions) -> SmokePlan:
-    """Plan it.
+    """Plan the test.
 
     Raises:
-        UsageError: a kind that does not exist, sizes that do not divide, too few steps for the stops, a script that is
-            not there or does not pass its arguments on.
+        UsageError: an unknown kind of stop, sizes that do not divide, too few steps for the stops, a script that is
+            missing or does not pass on its arguments.
     """
     kinds = _kinds(options.kinds)
     if options.script is not None:
@@ -180,7 +180,7 @@ def make_plan(options: SmokeOptions) -> SmokePlan:
     nodes = options.nodes or ((2, 1) if own else (1,))
     gpus = len(visible_gpus())
     if options.launcher == "local":
-        gpus //= max(*nodes, 1)  # they are all this machine
+        gpus //= max(*nodes, 1)  # all of them are this machine
     lists = {
         "--nodes": nodes,
         "--ranks-per-node": options.ranks_per_node or (gpus or 1,),
@@ -244,7 +244,7 @@ def _check_script(script: Path) -> None:
             action=f"sed -i 's/\\r$//' {script}",
         )
     code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    # A file that is sourced may use them, too.
+    # A sourced file may use them, too.
     if not any(mark in line for line in code for mark in ("$@", "$*", "${@", "${*", "$1", "source ", ". ")):
         raise UsageError(
             "the launch script does not pass its arguments on to the training",
@@ -255,7 +255,7 @@ def _check_script(script: Path) -> None:
 
 
 def _global_batch_size(options: SmokeOptions, layouts: Sequence[LaunchLayout]) -> int | None:
-    """The one that was given, or one that every layout divides.
+    """The given batch size, or one that every layout divides.
 
     Raises:
         UsageError: a layout does not divide it.
@@ -264,9 +264,9 @@ def _global_batch_size(options: SmokeOptions, layouts: Sequence[LaunchLayout]) -
     micros = {layout.micro_batch_size for layout in layouts}
     units: dict[str, int] = {}
     for layout in layouts:
-        # A job that Slurm requeues keeps its flags, and may get the nodes of the next attempt.
+        # A job requeued by Slurm keeps its flags, and may get the nodes of the next attempt.
         for micro in micros if options.launcher == "slurm" else {layout.micro_batch_size}:
-            # Of a user's model it is not known here how many ranks share a replica.
+            # For a user's model, the number of ranks per replica is not known here.
             if micro is not None:
                 ranks = layout.ranks if own else 1
                 units[f"{ranks} x {micro} = {ranks * micro} ({layout.nodes} x {layout.ranks_per_node} ranks)"] = (
@@ -290,7 +290,7 @@ def _global_batch_size(options: SmokeOptions, layouts: Sequence[LaunchLayout]) -
 
 
 def _stops(steps: int | None, interval: int, number: int) -> tuple[int, list[int]]:
-    """Steps of the run, and those after which it is stopped: off a checkpoint, one at least since the last stop."""
+    """The steps of the run, and those after which it is stopped: not at a checkpoint, with one since the last stop."""
     if interval < 2:
         raise UsageError(
             "with a checkpoint at every step a stop cannot cost one",

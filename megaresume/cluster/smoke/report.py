@@ -1,6 +1,6 @@
-"""The results of a test: its attempts, its stops, the comparison, and whether it all holds.
+"""The results of a smoke test: its attempts, stops, comparison and verdict.
 
-As a table for the terminal, plain JSON, one HTML page.
+As a table for the terminal, plain JSON, or an HTML page.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megaresume.stream.errors import SetupError, listed
 
 @dataclass(kw_only=True, slots=True)
 class Result(Found):
-    """Everything that was found."""
+    """All results."""
 
     plan: SmokePlan
     #: where it ran: see `Launcher.description`.
@@ -28,14 +28,14 @@ class Result(Found):
     reference: RunRecords | None = None
     run: RunRecords | None = None
     outcome: RunComparison | None = None
-    #: the verdict of ``megaresume verify`` on the run; None if it could not be asked.
+    #: the verdict of ``megaresume verify`` on the run; None if it could not run.
     verified: bool | None = None
     seconds: float = 0.0
     reference_seconds: float = 0.0
 
     @property
     def holds(self) -> bool:
-        """Whether the run trained exactly on what the reference trained on, through every stop."""
+        """Whether the run trained exactly what the reference trained, through every stop."""
         return not self.problems and self.outcome is not None and self.outcome.holds and self.verified is not False
 
     @property
@@ -111,7 +111,7 @@ def table(result: Result) -> str:
 
 
 def write_report(path: Path, result: Result) -> None:
-    """Write the page; where matplotlib is missing, without the figure."""
+    """Write the page; without matplotlib, it has no figure."""
     plan, kinds = result.plan, ", ".join(stop.kind for stop in result.stops) or "nothing"
     verdict = (
         f"The run was stopped by {kinds}, and resumed on other layouts. It trained on exactly what the undisturbed run "
@@ -141,7 +141,7 @@ def write_report(path: Path, result: Result) -> None:
 
 
 def _verdict(result: Result) -> str:
-    """The verdict on a test that does not hold: what differs, or why nothing is proved."""
+    """The verdict on a failed test: what differs, or why nothing is proved."""
     differs = result.outcome is not None and result.outcome.first is not None
     return f"NOT {'EXACT' if differs else 'PROVED'}: {(result.first_difference or '').splitlines()[0]}"
 
@@ -208,7 +208,7 @@ def _row(stop: StopResult) -> tuple[str, ...]:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines: the first three columns to the left, those of numbers to the right."""
+    """Lines with three left-aligned columns, then right-aligned numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = "  ".join(f"{{:{'<' if k < 3 else '>'}{width}}}" for k, width in enumerate(widths))
     return ["  " + form.format(*row) for row in rows]
@@ -219,7 +219,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _figure(result: Result) -> str:
-    """The losses; a node of a cluster may have no matplotlib."""
+    """The losses as a figure; empty without matplotlib, which a cluster node may lack."""
     assert result.reference is not None and result.run is not None
     reference, run = (
         {step: record["loss"] for step, record in sorted(records.steps.items()) if record.get("loss") is not None}

@@ -1,12 +1,12 @@
-"""Launches as jobs of a Slurm cluster, and whether the cluster can run the test, found out before anything runs on it.
+"""Launches as jobs of a Slurm cluster; checks before anything runs whether it can run the test.
 
     sbatch --nodes=2 SCRIPT FLAGS       attempt 0   RUNNING
-      stopped in some way               ->          PENDING, queued again by Slurm or by its script: held
+      stopped in some way               ->          PENDING, requeued by Slurm or by its script: held
       scontrol update NumNodes=3-3      ->          released
                                         attempt 1   RUNNING on other nodes, same flags
     a job that ended instead            ->          a new sbatch with the flags of the next launch
 
-Everything is asked by polling: `sbatch --wait` looks only now and then. Before the first launch:
+States are polled: `sbatch --wait` only looks now and then. Before the first launch:
 
     partition, nodes, limits        asked of the controller
     clocks, the shared directory    asked of as many nodes as the largest launch has, by one `srun`
@@ -43,7 +43,7 @@ from megaresume.cluster.smoke.slurm_job import SlurmAttempt, end, undo
 from megaresume.shipped import launch_script
 from megaresume.stream.errors import SetupError, UsageError
 
-#: seconds between a stop and the end of the attempt: saves, and whatever waits for the ranks.
+#: seconds between a stop and the end of the attempt: for saves, and for timeouts of waiting ranks.
 GRACE = 300.0
 #: seconds in the queue.
 QUEUE = 1800.0
@@ -54,11 +54,11 @@ class SlurmLauncher:
     """Starts a batch script on the cluster that ``sinfo`` shows.
 
     Args:
-        script: for sbatch; it passes its arguments on, as ``launch/slurm/train.sbatch`` does. None: ours.
-        launch: the launcher of ours.
+        script: for sbatch; it passes on its arguments, like ``launch/slurm/train.sbatch``. None: ours.
+        launch: the launcher in our script.
         partition: None: that of the script or of the options, else the default one.
-        urgent_partition: whose jobs preempt; None: found by its priority.
-        options: words for sbatch, as ``--account=x``.
+        urgent_partition: one whose jobs preempt; None: found by its priority.
+        options: words for sbatch, like ``--account=x``.
         grace: seconds, see `GRACE`.
         queue: seconds, see `QUEUE`.
     """
@@ -75,7 +75,7 @@ class SlurmLauncher:
         queue: float = QUEUE,
     ) -> None:
         self.script = launch_script(_OWN) if script is None else script.resolve()
-        # No node is left out for a rank that the test has killed.
+        # No node is excluded because of a rank that the test killed.
         self._settings = {"LAUNCHER": launch, "EXCLUDE_NODES": "0"} if script is None else {}
         self.options = tuple(options)
         self.grace, self.queue = grace, queue
@@ -113,7 +113,7 @@ class SlurmLauncher:
             _ = self.urgent
         if "node-down" in kinds:
             may_set_nodes_down(working[0])
-        # One more than a launch has, if there is one: the job of a lost node continues there.
+        # One more than a launch has, if possible: the job that lost a node continues there.
         count = min(len(working), most + ("node-down" in kinds), self.partition.max_nodes or len(working))
         for directory in sorted({launch.run_dir.parent for launch in launches}):
             directory.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class SlurmLauncher:
         """See `Launcher`.
 
         Raises:
-            SetupError: it is never started, or not in time.
+            SetupError: it never starts, or not in time.
         """
         job = self._again(after, launch) if isinstance(after, SlurmAttempt) and after.waits() else None
         job = job or self._submit(launch)
@@ -140,7 +140,7 @@ class SlurmLauncher:
     def _submit(self, launch: Launch) -> SlurmAttempt:
         logs = launch.run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        # Ours come last, and win.
+        # Ours come last, and take precedence.
         words = ["sbatch", *self.options, "--parsable", f"--nodes={launch.nodes}"]
         words += [f"--job-name=megaresume-smoke-{launch.name}"]
         words += ["--open-mode=append", f"--output={logs / 'slurm-%j.log'}", "--export=ALL"]
@@ -149,16 +149,16 @@ class SlurmLauncher:
         return self._job(launch, answer.strip().split(";")[0], restarts=0)
 
     def _again(self, after: SlurmAttempt, launch: Launch) -> SlurmAttempt | None:
-        """The requeued job, with the nodes of the next launch; None if it may not be changed, and was cancelled."""
+        """The requeued job, with the nodes of the next launch; None if it cannot be changed, and was cancelled."""
         info = after.info
         assert info is not None  # it is pending
         tasks = launch.nodes * max(1, after.tasks_per_node)
         changes = [f"NumNodes={launch.nodes}-{launch.nodes}", f"NumTasks={tasks}"]
-        changes.append(f"NumCPUs={tasks * info.cpus_per_task}")  # else those of the old nodes are waited for
+        changes.append(f"NumCPUs={tasks * info.cpus_per_task}")  # otherwise it would wait for those of the old nodes
         if info.time_limit != after.time_limit:
             changes.append(f"TimeLimit={'UNLIMITED' if after.time_limit is None else after.time_limit}")
         if after.lost.node and launch.nodes > sum(map(usable, nodes_of(self.partition.name).values())):
-            undo(after.lost)  # there are no others
+            undo(after.lost)  # there are no other nodes
         done = try_to("scontrol", "update", f"JobId={after.id}", *changes)
         if done.returncode == 0:
             done = try_to("scontrol", "release", after.id)
@@ -174,21 +174,21 @@ class SlurmLauncher:
         )
 
 
-# What nodes see: their time, and the directory of the test. Asked of all of them at once, by one `srun`.
+# What nodes see: their time, and the directory of the test. All of them are asked at once, by one `srun`.
 #
-#     srun  ->  node: ready, what it reads of the token, whether it could write beside it     one line of every node
+#     srun  ->  node: ready, the token as it reads it, whether it could write beside it       one line per node
 #           <-  now                                                                           when all are there
 #           ->  node: its time
 
 
-#: seconds that a node's clock may be off.
+#: seconds by which a node's clock may be off.
 CLOCK_TOLERANCE = 2.0
-#: seconds of a network file system until another machine's new file is seen.
+#: seconds until a network file system shows another machine's new file.
 _VISIBLE_WITHIN = 10.0
-#: options of sbatch that say where a job may run: they hold for the question as well.
+#: options of sbatch for where a job may run, which also apply to this check.
 _WHERE = {"account": "A", "qos": "q", "reservation": "", "constraint": "C", "exclude": "x", "clusters": "M"}
 
-# Runs on every node: says what it sees, waits for the word, says what time it is.
+# Runs on every node: prints what it sees, waits for the word, prints its time.
 _QUESTION = """
 name=${SLURMD_NODENAME:-$(hostname)}
 seen=$(cat "$MEGARESUME_TOKEN" 2>/dev/null)
@@ -204,7 +204,7 @@ echo "megaresume|$name|clock|$(date +%s.%N)|"
 class _Answers:
     """The answers of the nodes, by name."""
 
-    #: what the nodes read of the token, and whether they could write beside it.
+    #: the token as each node read it, and whether it could write beside it.
     seen: dict[str, tuple[str, str]] = field(default_factory=dict)
     #: their time; this machine's when they were asked and when all had answered. Seconds of `time.time`.
     clocks: dict[str, float] = field(default_factory=dict)
@@ -215,14 +215,14 @@ class _Answers:
 def check_nodes(
     partition: Partition, count: int, directory: Path, options: Sequence[str], *, timeout: float
 ) -> tuple[str, ...]:
-    """Ask nodes for their time, and for what they see of a directory.
+    """Ask nodes for their time, and for their view of a directory.
 
     Args:
-        partition: where.
-        count: nodes to ask.
+        partition: of the nodes.
+        count: number of nodes to ask.
         directory: of the smoke test; it exists.
-        options: of sbatch; those that say where a job may run are used.
-        timeout: seconds, of which most may be spent in the queue.
+        options: of sbatch; only those for where a job may run are used.
+        timeout: seconds, most of which may be spent in the queue.
 
     Returns:
         the names of the nodes.
@@ -246,7 +246,7 @@ def check_nodes(
 def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[str], timeout: float) -> _Answers:
     where = [f"--{name}={value}" for name, short in _WHERE.items() if (value := option(options, name, short))]
     words = ["srun", "--quiet", f"--partition={partition.name}", f"--nodes={count}", f"--ntasks={count}", *where]
-    # A directory that the nodes do not have would be a warning for every task.
+    # The nodes may lack this directory, which would cause a warning for every task.
     words += ["--ntasks-per-node=1", "--chdir=/", "--job-name=megaresume-smoke-check", "bash", "-c", _QUESTION]
     env = os.environ | {"MEGARESUME_TOKEN": str(token.resolve())}
     answers, said = _Answers(), []
@@ -261,7 +261,7 @@ def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[
                 elif parts[2] == "ready":
                     answers.seen[parts[1]] = (parts[3], parts[4])
                     if len(answers.seen) == count:
-                        # All wait for the word, so what follows is how long the question takes, not the queue.
+                        # All are waiting for the word, so the time from here does not include the queue.
                         answers.asked = time.time()
                         process.stdin.write("now\n")
                         process.stdin.flush()
@@ -283,7 +283,7 @@ def _ask_nodes(partition: Partition, count: int, token: Path, options: Sequence[
 
 
 def _lines(process: subprocess.Popen[str], timeout: float) -> Iterator[str]:
-    """The output of a process, line by line, until its end or for ``timeout`` seconds."""
+    """The output of a process, by line, until it ends or ``timeout`` seconds have passed."""
     stdout = process.stdout
     assert stdout is not None
     lines: queue.Queue[str | None] = queue.Queue()
@@ -373,7 +373,7 @@ def choose_partition(name: str | None) -> Partition:
 
 
 def refuse_array(options: Sequence[str]) -> None:
-    """Refuse a job array: its jobs would all write to one directory.
+    """Refuse a job array: all of its jobs would write to one directory.
 
     Raises:
         UsageError: it is one.
@@ -392,7 +392,7 @@ def enough_nodes(partition: Partition, most: int) -> dict[str, str]:
     """The nodes of the partition, by name, with their states.
 
     Raises:
-        UsageError: fewer can be used than a launch has.
+        UsageError: fewer are usable than a launch needs.
     """
     nodes = nodes_of(partition.name)
     working = [node for node, state in nodes.items() if usable(state)]
@@ -419,7 +419,7 @@ def choose_urgent(partition: Partition, name: str | None) -> Partition:
     """A partition whose jobs preempt those of ``partition``.
 
     Raises:
-        UsageError: the one that was named does not exist, or does not preempt.
+        UsageError: the named one does not exist, or does not preempt.
         SetupError: there is none.
     """
     partitions = find_partitions()
@@ -445,7 +445,7 @@ def choose_urgent(partition: Partition, name: str | None) -> Partition:
 
 
 def may_set_nodes_down(node: str) -> None:
-    """Whether this user may set nodes down, found out by a change that changes nothing.
+    """Check that this user may set nodes down, by an update without effect.
 
     Raises:
         SetupError: no.

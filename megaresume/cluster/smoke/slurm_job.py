@@ -1,16 +1,16 @@
-"""One attempt of a Slurm job: whether it runs, its stop, its end.
+"""One attempt of a Slurm job: its state, its stop, its end.
 
-RUNNING  --stop-->  COMPLETING  -->  PENDING, held: queued again, for the next attempt to take over
+RUNNING  --stop-->  COMPLETING  -->  PENDING, held: requeued, for the next attempt to take over
                                 -->  COMPLETED, FAILED, TIMEOUT, CANCELLED ...: over
 
-The ways in which it is stopped, each with the real thing: Slurm's own timer, its own preemption.
+The ways to stop it, all of them real: Slurm's own timer, its own preemption.
 
     sigkill     srun --overlap on the last node: SIGKILL for one rank
     sigterm     scancel --batch --signal=TERM
     requeue     scontrol requeue
-    node-down   scontrol update state=down, of a node without the batch script if there is one
-    walltime    scontrol update TimeLimit: to the minute after the next: the timer sends what --signal says, or kills
-    preempt     a job of the urgent partition on the same nodes
+    node-down   scontrol update state=down, for a node without the batch script if there is one
+    walltime    scontrol update TimeLimit, to the minute after the next: the timer sends the --signal, or kills
+    preempt     a job in the urgent partition on the same nodes
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from megaresume.cluster.drivers.slurm_commands import JobInfo, Partition, ask, f
 from megaresume.cluster.launcher import Kind, Launch
 from megaresume.stream.errors import SetupError
 
-#: seconds that a cancelled job may take: Slurm kills it after its KillWait.
+#: seconds that a cancelled job may take to end: Slurm kills it after its KillWait.
 _CANCEL = 300.0
-#: seconds between two looks at a job that something is expected of, and at one that trains.
+#: seconds between two looks at a job that should be changing, and at one that trains.
 _POLL, _LOOK = 0.25, 1.0
-#: reasons for which a job never starts, however long one waits.
+#: reasons why a job will never start.
 _HOPELESS = {
     "PartitionNodeLimit",
     "PartitionTimeLimit",
@@ -56,7 +56,7 @@ _HOPELESS = {
 
 @dataclass(slots=True)
 class Lost:
-    """The changes to the cluster that are to be undone; empty: none."""
+    """Changes to the cluster that must be undone; empty: none."""
 
     node: str = ""
     urgent_job: str = ""
@@ -68,9 +68,9 @@ class SlurmAttempt:
     Args:
         launch: what runs.
         job: Slurm's number.
-        restarts: how often it had been queued again when this attempt began.
-        partition: where it runs.
-        urgent: finds the partition whose jobs preempt it.
+        restarts: how often it had been requeued when this attempt began.
+        partition: of the job.
+        urgent: finds a partition whose jobs preempt it.
         grace: seconds between a stop and the end of the attempt.
     """
 
@@ -87,15 +87,15 @@ class SlurmAttempt:
         self._launch, self._urgent, self._grace = launch, urgent, grace
         self.id, self.restarts = job, restarts
         self.partition = partition
-        #: the resources that a stop has taken from the cluster.
+        #: the resources that a stop took from the cluster.
         self.lost = Lost()
-        #: minutes; shortened to stop it by the wall time.
+        #: minutes; shortened for a stop by wall time.
         self.time_limit: int | None = None
         self.tasks_per_node = 1
         self._batch_log = launch.run_dir / "logs" / f"slurm-{job}.log"
         # Each attempt appends to it.
         self._log_begin = self._batch_log.stat().st_size if self._batch_log.exists() else 0
-        #: whether the next attempt has the job, and it is no longer this one's to end.
+        #: whether the next attempt has taken over the job, so that this one must not end it.
         self.handed_over = False
         self._looked = -math.inf
 
@@ -110,8 +110,8 @@ class SlurmAttempt:
         return self._urgent()
 
     def running(self) -> bool:
-        """See `Job`. An attempt that ended although nobody stopped it does not run, even where its job came back."""
-        # Asked often, and every answer costs the controller something.
+        """See `RunningLaunch`. An attempt that ended by itself is not running, even if its job was requeued."""
+        # Called often, while every answer costs the controller time.
         if time.monotonic() < self._looked + _LOOK:
             return True
         info = self.info
@@ -146,7 +146,7 @@ class SlurmAttempt:
             self.time_limit, self.tasks_per_node = info.time_limit, max(1, info.num_tasks // max(1, info.num_nodes))
 
     def stop(self, kind: Kind) -> float:
-        """See `Job`."""
+        """See `RunningLaunch`."""
         info = self.info
         if info is None or info.state != "RUNNING" or info.restarts != self.restarts:
             raise SetupError(
@@ -159,11 +159,11 @@ class SlurmAttempt:
         STOPS[kind](self, info)
         try:
             if not _until(self._stopped, self._grace):
-                try_to("scancel", "--batch", "--signal=KILL", self.id)  # else it has its KillWait as well
+                try_to("scancel", "--batch", "--signal=KILL", self.id)  # otherwise it also gets its KillWait
                 end(self.id)
                 self._refuse_going_on(kind)
             if kind == "node-down" and len(info.nodes) == 1:
-                # Slurm waits for the ranks on all nodes but this one, where they save, or are killed.
+                # Slurm waits for the ranks on all nodes but this one, which save or are killed.
                 time.sleep(max(0.0, at + kill_wait() + 1 - time.time()))
         finally:
             if self.lost.urgent_job:
@@ -181,13 +181,13 @@ class SlurmAttempt:
             info = self.info
             return info is None or info.state == "PENDING"
         if info.state == "RUNNING" and info.restarts > self.restarts:
-            # It was quicker than this look at it.
+            # It was requeued before this look at it.
             try_to("scontrol", "requeuehold", self.id)
         return False
 
     def _refuse_going_on(self, kind: Kind) -> None:
         if kind in ("sigkill", "node-down"):
-            return  # ranks that wait for a lost one: cancelled, as their user would do
+            return  # its ranks wait for a lost one: cancelled, as their user would do
         raise SetupError(
             f"the job continued after {kind}",
             found=f"job {self.id} still runs {self._grace:.0f} seconds later; it was cancelled",
@@ -197,7 +197,7 @@ class SlurmAttempt:
         )
 
     def wait(self, timeout: float) -> int:
-        """See `Job`. An attempt that failed and was queued again by its script counts as failed."""
+        """See `RunningLaunch`. An attempt that failed and was requeued by its script counts as failed."""
         if not _until(lambda: not self.running(), timeout):
             text = self.text()[-2000:]
             self.close()
@@ -213,12 +213,12 @@ class SlurmAttempt:
         return 0 if info is None else info.exit_status
 
     def waits(self) -> bool:
-        """Whether the stopped job was queued again."""
+        """Whether the stopped job was requeued."""
         info = self.info
         return info is not None and not info.over
 
     def text(self) -> str:
-        """See `Job`: the batch log, and below the run directory the logs of the nodes in this attempt."""
+        """See `RunningLaunch`: the batch log, and the nodes' logs of this attempt below the run directory."""
         texts = []
         with suppress(FileNotFoundError), open(self._batch_log, "rb") as file:
             file.seek(self._log_begin)
@@ -227,7 +227,7 @@ class SlurmAttempt:
         return "".join([*texts, *(log.read_text(encoding="utf-8", errors="replace") for log in nodes)])
 
     def close(self) -> None:
-        """See `Job`. A node that was set down is given back at once, not only when the job has ended."""
+        """See `RunningLaunch`. A node that was set down is returned at once, not only when the job has ended."""
         try:
             if not self.handed_over:
                 _cancel(self.id)
@@ -238,7 +238,7 @@ class SlurmAttempt:
 
 
 def end(job: str) -> None:
-    """End a job, and wait until Slurm has.
+    """End a job, and wait until Slurm has ended it.
 
     Raises:
         SetupError: it does not end.
@@ -271,8 +271,8 @@ def _over(job: str) -> bool:
     return info is None or info.over
 
 
-# On the node, kills the last rank: processes of this job and node that were told a RANK, and whose parent was not, as
-# workers of a rank were. All nodes of a test cluster may share one process table, so the node's name is looked at.
+# On the node, kills the last rank: a process of this job and node that has a RANK and whose parent has none, unlike a
+# rank's workers. Nodes of a test cluster may share one process table, so the node's name is checked.
 _KILL_A_RANK = """
 cd /proc || exit
 ranks=$(grep -lszx "SLURM_JOB_ID=$1" [0-9]*/environ | xargs -r grep -lszx "SLURMD_NODENAME=$SLURMD_NODENAME" |
@@ -286,7 +286,7 @@ if [ -n "$last" ]; then kill -KILL "$last" && echo "killed $last"; fi
 
 
 def undo(lost: Lost) -> None:
-    """Give back what a stop has taken.
+    """Undo what a stop did to the cluster.
 
     Raises:
         SetupError: Slurm refuses.
@@ -300,7 +300,7 @@ def undo(lost: Lost) -> None:
 
 
 def _sigkill(job: SlurmAttempt, info: JobInfo) -> None:
-    # Of the last node: the first one hosts the place where the ranks meet, and would be missed at once.
+    # The last node: the first one hosts the rendezvous, so its loss would be noticed at once.
     node = info.nodes[-1]
     words = ["srun", "--overlap", "--quiet", f"--jobid={job.id}", f"--nodelist={node}", "--nodes=1", "--ntasks=1"]
     done = try_to(*words, "--chdir=/", "bash", "-c", _KILL_A_RANK, "kill-a-rank", job.id)
@@ -339,7 +339,7 @@ def _node_down(job: SlurmAttempt, info: JobInfo) -> None:
 
 
 def _walltime(job: SlurmAttempt, info: JobInfo) -> None:
-    # A minute at least: Slurm looks at limits twice a minute, and one that is over ends the job without its signal.
+    # At least a minute: Slurm checks limits twice a minute, and a job already over its limit ends without its signal.
     minutes = int(info.run_time // 60) + 2
     ask("scontrol", "update", f"JobId={job.id}", f"TimeLimit={minutes}", failing="its time limit cannot be changed")
 
@@ -348,7 +348,7 @@ def _preempt(job: SlurmAttempt, info: JobInfo) -> None:
     nodes = info.nodes
     words = ["sbatch", "--parsable", "--job-name=megaresume-smoke-urgent", f"--partition={job.urgent.name}"]
     words += [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", "--exclusive", "--no-requeue"]
-    # Its only purpose is to have the nodes until the preempted job has left them.
+    # It only holds the nodes until the preempted job has left them.
     words += ["--time=60", "--output=/dev/null", "--wrap=sleep 3600"]
     job.lost.urgent_job = ask(*words, failing="the job that is to preempt is refused").strip().split(";")[0]
 
