@@ -2,30 +2,30 @@
 
     megaresume.attach(trainer, data)           any trainer or loop: its data in an exact order, saved with the model
     megaresume.Checkpoints(...), LoaderOptions(...), DataOptions(...)  settings of `attach`
-    megaresume.StopConditions(...)             when an attached run saves and exits; it raises megaresume.Stopped
+    megaresume.StopConditions(...)             when an attached run saves and exits, raising megaresume.Stopped
     megaresume.provider(base_provider)         Megatron: the script's datasets provider, with exact resume
     megaresume.extra_args_provider(base)       Megatron: the script's flags, and ours
     megaresume.open_stream("data.yaml")        the stream itself: plan, state and digest of any sample
     megaresume.StreamLoader, StreamDataset     its samples as torch tensors
-    megaresume.Balance(...)                    their samples dealt so that all ranks have as much to do
-    megaresume.DataLoader(dataset, ...)        any map-style dataset in such an order, instead of torch's
-    megaresume.Prompts(dataset, rollouts=8)    the prompts of reinforcement learning, each trained exactly once
+    megaresume.Balance(...)                    deals samples to ranks so that all have the same work
+    megaresume.DataLoader(dataset, ...)        replaces torch's for any map-style dataset, in such an order
+    megaresume.Prompts(dataset, rollouts=8)    prompts for reinforcement learning, each trained exactly once
 
-Names are imported when they are first used, so that the command line stays fast. The rooms, each importing only from
+Names are imported when first used, so that the command line stays fast. The rooms, each of which only imports from
 those below it (``lint-imports`` checks that):
 
 program.py     the command line: finds the command; completion.py
-cluster/       launching, the resume test of a cluster, the demo, and their small trainer
-runs/          a run's directory, and every question that is asked of it, with its command
-run.py         the launcher of scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
-hosts/         one file a trainer, and the count of what was trained
-checkpoint/    the protocol: save, choose, lock, keep; the process that follows it, whatever trains; its live figures
+cluster/       launching, a cluster's resume test, the demo, and their small trainer
+runs/          a run's directory, and every question about it, each with its command
+run.py         launches scripts that do not know us: Megatron's, and those with Hugging Face's Trainer
+hosts/         one file per trainer, and the count of what was trained
+checkpoint/    the protocol: save, choose, lock, keep; the process that follows it, for any trainer; live figures
 batches/       samples to batches
-data/          documents and records, and what a data config names, opened
-encoding/      records to what is trained on: text to tokens, images to tokens and pixels
-files.py, render.py, command_line.py, shipped.py, testing.py  files replaced whole; tables and pages; flags of
-               commands; files of a checkout; a check for your own sources
-stream/        the order of samples: ids and lengths alone
+data/          documents and records; opens what a data config names
+encoding/      records to training data: text to tokens, images to tokens and pixels
+files.py, render.py, command_line.py, shipped.py, testing.py  atomic writes of files; tables and pages; flags of
+               commands; files shipped with the package; a check for your own sources
+stream/        the order of samples, from ids and lengths alone
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _HOMES = {
     "provider": "megaresume.hosts.megatron.hooks",
 }
 
-#: what needs more than torch -> the extra that installs all of it.
+#: what needs more than torch -> the extra that installs it.
 _EXTRAS = {
     "provider": "megatron",
 }
@@ -108,15 +108,18 @@ _EXTRAS = {
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """While modules of ours are imported, and numba with them: see `_uncollected` and `_findable_print`."""
+    """A context for importing our modules, and numba with them: see `_uncollected` and `_findable_print`."""
     with _uncollected(), _findable_print():
         yield
 
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """All objects of these modules stay: the collector would look through everything that torch has made, twice.
-    Afterwards they are as old as that is: it looks at them only in a full collection."""
+    """Pause the garbage collector: these objects all stay, and it would look through everything that torch has made,
+    twice.
+
+    Afterwards they are in the oldest generation, which only a full collection examines.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -131,8 +134,10 @@ def _uncollected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _findable_print() -> Iterator[None]:
-    """Programs put a ``print`` of their own in place of Python's, to print on rank 0 alone. Numba fails to be imported
-    then, if it does not find that function by its name in its module."""
+    """Put a function that numba can find in place of a program's own ``print``, such as one that prints on rank 0 only.
+
+    Numba cannot be imported unless it finds the function at ``print`` by its name in its module.
+    """
     global _their_print
     if isinstance(builtins.print, BuiltinFunctionType) or builtins.print is _print:
         yield
@@ -148,7 +153,7 @@ _their_print: Any = print
 
 
 def _print(*args: Any, **kwargs: Any) -> None:
-    """What is at ``print`` meanwhile, for other threads."""
+    """The ``print`` of other threads in the meantime."""
     _their_print(*args, **kwargs)
 
 
@@ -168,7 +173,7 @@ def __getattr__(name: str) -> Any:
         raise error if explained is None else explained from error
 
 
-if os.environ.get("LOCAL_RANK") == "0":  # of a launcher: DeepSpeed is about to build what it needs, or to wait for it
+if os.environ.get("LOCAL_RANK") == "0":  # set by a launcher: DeepSpeed will compile what it needs, or wait for that
     from megaresume.checkpoint.system import warn_of_dead_locks
 
     warn_of_dead_locks()

@@ -1,4 +1,4 @@
-"""What several commands read alike: flags with dashes or underscores, numbers, ranges; and the packages they need."""
+"""Shared by several commands: flags with dashes or underscores, numbers, ranges, and checks for required packages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NoReturn
 
 from megaresume.stream.errors import SetupError, UsageError, near
 
-#: flags whose value is flags of another program: as it is, and also where it begins with dashes.
+#: flags whose value is another program's flags, and so may begin with dashes.
 _OF_OTHERS = frozenset({"--sbatch-options"})
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """``--save_interval=5`` as ``--save-interval=5``; values, and everything after a lone ``--``, stay as they are.
+    """``--save_interval=5`` as ``--save-interval=5``; leaves values, and everything after a lone ``--``, unchanged.
 
     ``--sbatch-options --exclusive`` becomes one word, with ``=``.
     """
@@ -33,13 +33,13 @@ def normalise(argv: Sequence[str]) -> list[str]:
 
 
 def or_near(word: str, known: Collection[str]) -> str:
-    """`errors.near` for the end of a message; nothing, if no word is close."""
+    """`errors.near` for the end of a message; "" if no word is close."""
     meant = near(word, known)
     return "" if meant is None else f", {meant}"
 
 
 class Parser(argparse.ArgumentParser):
-    """Says first which flag it does not know, whatever else is missing for the want of it."""
+    """Reports an unknown flag first, whatever else is missing because of it."""
 
     #: the words of the command line.
     words: Sequence[str] = ()
@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(lowest: int) -> Callable[[str], int]:
-    """A type for argparse: a whole number, this or more."""
+    """A type for argparse: an integer that is at least ``lowest``."""
 
     def number(text: str) -> int:
         if int(text) < lowest:
@@ -72,7 +72,7 @@ def names_of(group: argparse._ArgumentGroup) -> list[str]:
 
 
 def given_of(args: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """Flags, with their dashes, that were given another value than their default.
+    """Flags, with their dashes, whose value differs from the default.
 
     Args:
         args: with the ``parser`` of the command.
@@ -86,12 +86,12 @@ def number_range(flag: str, text: str, lowest: int) -> tuple[int, int]:
     """``A:B`` as (A, B), ``A`` as (A, A + 1).
 
     Args:
-        flag: whose value it is.
+        flag: the name, for errors.
         text: the value.
-        lowest: A, if it is left out, and the least that it may be.
+        lowest: the least value of A, and its default.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not a range.
     """
     first, colon, stop = text.partition(":")
     try:
@@ -110,15 +110,15 @@ def number_range(flag: str, text: str, lowest: int) -> tuple[int, int]:
 
 
 def need_packages(what: str, names: Iterable[str], *, extra: str) -> None:
-    """Refuse unless these packages are installed.
+    """Refuse if one of these packages is missing.
 
     Args:
         what: the command, in words.
         names: of modules.
-        extra: what brings them all.
+        extra: the extra that installs them all.
 
     Raises:
-        SetupError: with those that are missing, and the extra.
+        SetupError: names the missing ones, and the extra.
     """
     missing = [name for name in names if importlib.util.find_spec(name.partition(".")[0]) is None]
     if missing:

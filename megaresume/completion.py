@@ -1,6 +1,6 @@
-"""``megaresume completion SHELL``: what bash or zsh needs to complete commands, flags and their values.
+"""``megaresume completion SHELL``: prints a script for bash or zsh to complete commands, flags and their values.
 
-It is made from the commands' own parsers. In ``~/.bashrc``: ``eval "$(megaresume completion bash)"``; for zsh, in
+It is generated from the commands' parsers. In ``~/.bashrc``: ``eval "$(megaresume completion bash)"``; for zsh, in
 ``~/.zshrc`` after ``compinit``, the same with ``zsh``.
 """
 
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
-    """The parser of a command; of `run`, whose flags are the script's, an empty one."""
+    """The parser of a command; empty for `run`, whose flags are the script's."""
     from megaresume.program import module_of
 
     parser = argparse.ArgumentParser(prog=f"megaresume {name}")
@@ -109,7 +109,7 @@ compdef _megaresume megaresume"""
 
 
 def _zsh_flag(flag: str, action: argparse.Action) -> str:
-    """One specification of _arguments: the flag, its help, and what its value may be."""
+    """A specification for _arguments: the flag, its help, and its possible values."""
     help_text = (action.help or "").partition("%")[0]
     for character in "[]:":
         help_text = help_text.replace(character, " ")

@@ -1,10 +1,10 @@
-"""The small files of a checkpoint directory: opened if they are regular, replaced atomically, deleted in a thread.
+"""The small files of a checkpoint directory: opens only regular ones, replaces them atomically, deletes in a thread.
 
-A pipe in the place of a record hangs whoever opens it, a device never ends; both look like a file to ``exists()``.
+Opening a pipe in place of a record would hang, and reading a device would never end; ``exists()`` is true for both.
 
-A reader, or the next start after a kill, sees the old content of a file or the new, never less: a temporary file in the
-same directory, fsync, rename, fsync of the directory. A writer that is killed leaves at most a file named
-``.<name>.megaresume-<pid>-<random>.tmp``: nobody reads it, and `remove_leftovers` clears it away.
+A reader, or the next start after a kill, sees either the old or the new content of a file: writes use a temporary file
+in the same directory, fsync, rename, and fsync of the directory. A killed writer leaves at most a file named
+``.<name>.megaresume-<pid>-<random>.tmp``: nobody reads it, and `remove_leftovers` deletes it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KINDS = {
 }
 
 
-#: open files of everything else in a process: sockets of ranks, checkpoints, worker processes.
+#: open files for everything else in a process: sockets of ranks, checkpoints, worker processes.
 OTHER_FILES = 1024
 
 
@@ -44,9 +44,9 @@ def open_file(path: str | os.PathLike[str]) -> FileIO:
     """Open a regular file for reading, without a buffer.
 
     Raises:
-        OSError: as `open`; also for whatever is no regular file, and says what it is.
+        OSError: as `open`; also if it is not a regular file, and then names the kind.
     """
-    # Looked at first: opening a device may already set it going.
+    # Checked first: opening a device may have an effect.
     _check(os.stat(path).st_mode, path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -64,19 +64,19 @@ def read_file(path: str | os.PathLike[str]) -> bytes:
 
 
 def allow_files(number: int) -> None:
-    """Raise the limit of open files of this process, if it may, so that so many more can be open beside `OTHER_FILES`.
+    """Raise this process's limit of open files, if allowed, by enough for ``number`` files besides `OTHER_FILES`.
 
-    Programs are often started with 1,024, however many the administrator allows.
+    Programs often start with a limit of 1,024, however many the administrator allows.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number + OTHER_FILES if hard == resource.RLIM_INFINITY else min(number + OTHER_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # forbidden here: who opens one too many says it
+        with contextlib.suppress(OSError, ValueError):  # not allowed: whoever opens too many files reports it
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def size_of(path: Path) -> int | None:
-    """Bytes of a file; None: it is not there, or cannot be looked at."""
+    """Bytes of a file; None if it is missing or cannot be looked at."""
     try:
         return path.stat().st_size
     except OSError:
@@ -84,7 +84,7 @@ def size_of(path: Path) -> int | None:
 
 
 def check_regular(descriptor: int, path: str | os.PathLike[str]) -> None:
-    """Raise an OSError if an open file is no regular one."""
+    """Raise an OSError if an open file is not a regular one."""
     _check(os.fstat(descriptor).st_mode, path)
 
 
@@ -97,9 +97,9 @@ def _check(mode: int, path: str | os.PathLike[str]) -> None:
 
 _LEFTOVER = re.compile(r"\..+\.megaresume-[0-9]+-[0-9a-f]{8}\.tmp")
 
-#: What filesystems without fsync answer (some FUSE and network mounts). Harmless for a killed process, since renames
-#: stay atomic; what is lost is only durability over a power cut, which such a mount never offered. Everything else
-#: (EIO, ENOSPC, EDQUOT) means that data was lost, and is an error.
+#: Errors of filesystems without fsync (some FUSE and network mounts). Harmless for a killed process, since renames are
+#: still atomic; only durability across a power cut is lost, which such a mount never offered. Anything else (EIO,
+#: ENOSPC, EDQUOT) means lost data, and is an error.
 _NO_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 _CAUSES = {
@@ -125,37 +125,37 @@ _CAUSES = {
 }
 
 
-#: The action for a file that is there and cannot be read.
+#: The action for an existing file that cannot be read.
 READABLE = "check its permissions, and that its file system is mounted and answers"
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
-    """Turn the system's error into ours, with the likely cause and what to do."""
+    """Turn the system's error into ours, with the likely cause and the next action."""
     cause, action = _CAUSES.get(error.errno or 0, (None, None))
     return CheckpointError(f"cannot write {path}", found=f"{error.strerror or error}", cause=cause, action=action)
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file or directory of a checkpoint that is there and cannot be read."""
+    """The error for an existing file or directory of a checkpoint that cannot be read."""
     return CheckpointError(f"cannot read {path}", found=error.strerror or str(error), action=READABLE)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of it: a single write may stop short on a full disk, a signal or a network filesystem."""
+    """Write all of it: a single write may stop short because of a full disk, a signal or a network filesystem."""
     view = memoryview(data)
     while view:
         view = view[os.write(descriptor, view) :]
 
 
 def is_torn(descriptor: int) -> bool:
-    """Whether the last line of a file lacks its newline, as a kill leaves it: what is appended begins with one then."""
+    """Whether the last line of a file lacks its newline, as after a kill: then appended data must begin with one."""
     size = os.fstat(descriptor).st_size
     return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def fsync_file(descriptor: int) -> None:
-    """Force a file's content to the disk, where the filesystem can."""
-    whole = getattr(fcntl, "F_FULLFSYNC", None)  # of macOS, whose fsync leaves it in the memory of the disk
+    """Force a file's content to the disk, if the filesystem supports it."""
+    whole = getattr(fcntl, "F_FULLFSYNC", None)  # on macOS, where fsync leaves it in the disk's cache
     ways: list[Callable[[], object]] = [lambda: os.fsync(descriptor)]
     if whole is not None:
         ways.insert(0, lambda: fcntl.fcntl(descriptor, whole))
@@ -169,11 +169,11 @@ def fsync_file(descriptor: int) -> None:
 
 
 def fsync_dir(directory: Path) -> None:
-    """Force the names in a directory to the disk: a rename is only durable after this."""
+    """Force the names in a directory to the disk: a rename is durable only after this."""
     try:
         descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except PermissionError:
-        return  # writable but not listable: the rename stands, only its durability cannot be forced
+        return  # writable but not listable: the rename is done, only its durability cannot be forced
     try:
         fsync_file(descriptor)
     finally:
@@ -197,11 +197,11 @@ def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True, drafts: Path
     Args:
         path: the file.
         data: its new content.
-        sync_dir: False where another write into the same directory follows at once and brings its own.
-        drafts: where the temporary file goes, on the same filesystem; None: beside the file.
+        sync_dir: False if another write into the same directory follows at once with its own fsync.
+        drafts: directory for the temporary file, on the same filesystem; None: beside the file.
 
     Raises:
-        CheckpointError: disk full, read-only, no permission, ...; the old content is still there.
+        CheckpointError: disk full, read-only, no permission, ...; the old content is preserved.
     """
     temporary = (drafts or path.parent) / leftover_name(path.name)
     try:
@@ -221,20 +221,20 @@ def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True, drafts: Path
 
 
 def leftover_name(name: str) -> str:
-    """A temporary name beside ``name``, which no other process takes and which the next start clears away."""
+    """A temporary name for ``name``, unique to this process, which the next start would delete."""
     return f".{name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a name is one of our temporary ones, left behind by a killed writer."""
+    """Whether a name is one of our temporary ones, from a writer that may have been killed."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def remove_leftovers(directory: Path) -> int:
-    """Delete what killed writers left. Only for the start of a run, when nothing is being written.
+    """Delete the leftovers of killed writers. Only for the start of a run, when nothing is being written.
 
     Returns:
-        how many were deleted; those that cannot be deleted are left, they harm nobody.
+        the number deleted; those that cannot be deleted are harmless.
     """
     removed = 0
     with contextlib.suppress(OSError):
@@ -250,14 +250,14 @@ def remove_leftovers(directory: Path) -> int:
 
 
 def delete_soon(places: Sequence[Path]) -> None:
-    """Delete what was renamed out of sight, in a thread for which the interpreter waits at its end."""
+    """Delete what was renamed out of the way, in a thread that the interpreter waits for when it exits."""
     if places:
-        # Not a daemon, as the thread may be that calls this.
+        # Not a daemon, even if the calling thread is one.
         threading.Thread(target=_delete, args=(places,), name="megaresume-delete", daemon=False).start()
 
 
 def _delete(places: Sequence[Path]) -> None:
-    """Delete places; what cannot be deleted has the name of a temporary file, and the next start tries again."""
+    """Delete paths; what cannot be deleted has the name of a temporary file, so that the next start tries again."""
     for place in places:
         if place.is_dir() and not place.is_symlink():
             shutil.rmtree(place, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The program ``megaresume``: finds the command, and turns errors into messages; alone, it says what may come next.
+"""The program ``megaresume``: finds the command, and turns errors into messages; without one, suggests what to do next.
 
-Exit status: 0 when what was asked holds, 1 when it does not, 2 on bad usage.
+Exit status: 0 when the answer holds, 1 when it does not, 2 on bad usage.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from megaresume.command_line import Parser, normalise, or_near
 from megaresume.render import Visible
 from megaresume.stream.errors import MegaresumeError, NoFileError, UsageError, missing_package
 
-#: by task, as ``megaresume --help`` lists them: name -> the module in this package, and the help. A module has the
-#: functions ``add_arguments`` and ``run``; `megaresume.run` alone reads its command line by itself.
+#: by task, as listed by ``megaresume --help``: name -> the module in this package, and the help. A module has the
+#: functions ``add_arguments`` and ``run``; only `megaresume.run` parses its command line itself.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "try it, and begin": {
         "demo": (
@@ -131,12 +131,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["run"]:
-        # What follows is the script's: its flags stay as they are, its errors go where Python shows them.
+        # The rest is the script's: its flags are not changed, and Python reports its errors.
         from megaresume.run import main as run_script
 
         return run_script(argv[1:])
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: launch scripts get them as they are
+        sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: pass them on to launch scripts unchanged
     argv = normalise(argv)
     if not argv:
         print(welcome(Path.cwd()))
@@ -154,11 +154,11 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _report(explained, 1)
     except BrokenPipeError:
-        # The reader of our output has gone, as `| head` does.
+        # The reader of our output has gone, as with `| head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        # What the system refuses, of a path of the user's: no permission, a name too long, a disk that fails.
+        # The system's refusal of a user's path: no permission, a name too long, a failing disk.
         is_path = isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
         refused = MegaresumeError(
             f"the system refuses: {error.strerror or error}",
@@ -176,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(argv: list[str], asked: str | None) -> int:
-    """Parse a command line and run its command: ``asked``, the only one that is imported. Returns the exit status."""
+    """Parse a command line and run its command: ``asked``, the only one imported. Returns the exit status."""
     parser = Parser(
         prog="megaresume",
         usage="megaresume [-h] [--version] COMMAND ...",
@@ -213,8 +213,8 @@ def _run(argv: list[str], asked: str | None) -> int:
 
 
 def _with_directory(argv: list[str], command: str, stack: contextlib.ExitStack) -> list[str]:
-    """The same command line, with a directory in place of the URL of a run."""
-    # Only here: it needs the client of a store.
+    """The command line with a directory in place of a run's URL."""
+    # Only here, as it needs a store's client.
     from megaresume.runs.mirrored import check_command, defaults, mirrored, url_in
 
     if (number := url_in(argv)) is None or not check_command(command, argv[number]):
@@ -229,7 +229,7 @@ def module_of(command: str) -> str:
 
 
 def _unexpected(error: Exception) -> MegaresumeError:
-    """An error that nobody foresaw, as a record of a faulty program causes."""
+    """An unforeseen error, such as one caused by a faulty program's record."""
     place = traceback.extract_tb(error.__traceback__)[-1]
     return MegaresumeError(
         "an error that megaresume did not foresee",
@@ -246,7 +246,7 @@ def _report(error: MegaresumeError, status: int) -> int:
     return status
 
 
-#: packages that train -> the starting point of `megaresume new`.
+#: training packages -> the starting point of `megaresume new`.
 STARTING_POINTS = {
     "transformers": "trainer",
     "deepspeed": "deepspeed",
@@ -257,10 +257,10 @@ STARTING_POINTS = {
 
 
 def welcome(directory: Path) -> str:
-    """What to do in this directory: read its checkpoints, or begin.
+    """Suggestions for this directory: read its checkpoints, or start.
 
     Args:
-        directory: looked at, with the directories in it.
+        directory: searched, with its subdirectories.
     """
     lines = [
         f"megaresume {megaresume.__version__}: after a kill, training continues with exactly the data that comes next"
@@ -295,7 +295,7 @@ def _rows(rows: dict[str, str]) -> list[str]:
 
 
 def _checkpoints(directory: Path) -> str | None:
-    """The directory with checkpoints that was changed last, as it is written on a command line."""
+    """The directory whose checkpoints changed last, as written on a command line."""
     from megaresume.checkpoint.records.names import tag_iteration
 
     found = []
@@ -303,6 +303,6 @@ def _checkpoints(directory: Path) -> str | None:
         try:
             if place.is_dir() and any(tag_iteration(one.name) is not None for one in place.iterdir()):
                 found.append((place.stat().st_mtime, str(place.relative_to(directory))))
-        except OSError:  # what may not be read is not what the user is asking about
+        except OSError:  # an unreadable directory is not what the user is asking about
             continue
     return max(found)[1] if found else None

@@ -1,4 +1,4 @@
-"""What people are shown: text in columns, and HTML pages of one style without scripts or links outside.
+"""Output for people: text in columns, and HTML pages in one style without scripts or external links.
 
 text_table([["name", "size"], ["web", "12"]])             ->  aligned lines
 page(title, [paragraph, html_table(...), svg(...), ...])  ->  one self-contained file
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from megaresume.stream.errors import one_line, require, visible
 
-#: The colours of lines in figures, in this order; told apart by the colour-blind too.
+#: Colours of lines in figures, in this order, distinguishable also by colour-blind people.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
 
 _STYLE = """
@@ -35,34 +35,34 @@ details { margin-top: 1rem } summary { cursor: pointer; color: #56607a } .scroll
 """
 
 
-#: directories that stand for another place, as the mirror of a store does: what people are shown for them.
+#: directories that stand for another place, as a store's mirror does -> the name to show.
 STANDS_FOR: dict[str, str] = {}
 
 
 def in_place(text: str) -> str:
-    """Text with the places that directories stand for."""
+    """The text, with the places that directories stand for."""
     for directory, name in STANDS_FOR.items():
         text = text.replace(directory, name)
     return text
 
 
 def escape(text: str) -> str:
-    """Text as HTML, control characters made visible."""
+    """Text as HTML, with control characters made visible."""
     return html.escape(visible(in_place(text)))
 
 
 class Visible:
-    """A stream of text for people, on which no control character of somebody else's text has an effect.
+    """A stream of text for people in which control characters from external text are made visible.
 
     Args:
-        out: where it goes; all but writing is its own.
+        out: the stream to write to; everything except writing is delegated to it.
     """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
     def write(self, text: str) -> int:
-        """Write, control characters made visible."""
+        """Write, with control characters made visible."""
         self._out.write(visible(text))
         return len(text)
 
@@ -76,7 +76,7 @@ class Visible:
 
 
 def write_bytes(data: bytes | memoryview) -> None:
-    """Bytes to standard output as they are, after what was printed there; as text if it takes nothing else."""
+    """Write bytes to standard output, after earlier prints; as text if it does not accept bytes."""
     sys.stdout.flush()
     if hasattr(sys.stdout, "buffer"):
         sys.stdout.buffer.write(data)
@@ -87,7 +87,7 @@ def write_bytes(data: bytes | memoryview) -> None:
 
 @contextmanager
 def byte_bar(what: str, total: int | None = None, *, show: bool = True) -> Iterator[Callable[[int], object] | None]:
-    """A bar of bytes read, on a terminal alone; gives what is called with the bytes read since the last call."""
+    """A progress bar for bytes, shown only on a terminal; call the result with the bytes read since the last call."""
     if not (show and sys.stderr.isatty()):
         yield None
         return
@@ -115,10 +115,10 @@ def spell_seconds(seconds: float) -> str:
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equal length as lines with aligned columns: numbers to the right, the rest to the left.
+    """Rows of equal length as lines with aligned columns: numbers right, everything else left.
 
     Args:
-        rows: the first may be a head. A cell is one line, whatever is in it.
+        rows: the first may be a head. Every cell is printed as one line.
     """
     rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -139,8 +139,8 @@ def page_head(title: str, style: str = "") -> str:
     """The beginning of a page.
 
     Args:
-        title: text, of the window.
-        style: further CSS.
+        title: text, for the window.
+        style: additional CSS.
     """
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>\n"
@@ -152,7 +152,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     """A whole page.
 
     Args:
-        title: text, of the window; ``parts`` hold the heading.
+        title: text, for the window; ``parts`` contain the heading.
         parts: HTML.
     """
     return page_head(title) + "\n".join(parts) + "\n"
@@ -164,7 +164,7 @@ def html_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: b
     Args:
         head: of the columns.
         rows: as long as the head.
-        numbers: all columns but the first are aligned to the right.
+        numbers: right-align all columns except the first.
     """
 
     def cells(tag: str, row: Sequence[str]) -> str:
@@ -186,12 +186,12 @@ def svg(draw: Callable[[Any], object], *, height: float) -> str:
         SetupError: matplotlib is not installed.
     """
     require("matplotlib", "it draws the figures", "pip install 'megaresume[report]'; --json needs no figures")
-    from matplotlib import rc_context  # deferred: a second to import
+    from matplotlib import rc_context  # deferred: takes a second to import
     from matplotlib.figure import Figure
 
     buffer = io.StringIO()
-    # Letters stay letters: the browser has those of every script, matplotlib's font has not, and warns. A dollar sign
-    # in a name begins no formula; a text takes that setting when it is made.
+    # Keep letters as text: the browser has fonts for every script; matplotlib's does not, and warns. A dollar sign in a
+    # name must not begin a formula; a text takes that setting when it is created.
     with rc_context({"svg.fonttype": "none", "text.parse_math": False}), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = Figure(figsize=(9.5, height), layout="constrained")

@@ -7,8 +7,8 @@
     torchrun -m megaresume.run -m package.pretrain ARGS
     torchrun -m megaresume.run train.py ARGS               a script with Hugging Face's Trainer
 
-The script sees what ``python pretrain_gpt.py ARGS`` shows it: ``sys.argv``, ``sys.path``, a ``__main__`` of its own,
-its tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 when it cannot be started.
+The script sees the same as with ``python pretrain_gpt.py ARGS``: ``sys.argv``, ``sys.path``, its own ``__main__``, its
+tracebacks. Exit status: the script's; 1 for an error of megaresume inside it; 2 if it cannot be started.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [ARGS]"
 
-#: The ways in which a script puts the checkout of Megatron on the path.
+#: How a script may put Megatron's checkout on the path.
 _CHANGES_PATH = ("sys.path", "addsitedir")
 #: A script that imports one of these trains with Hugging Face's Trainer.
 _WITH_TRAINER = ("transformers", "trl", "peft", "sentence_transformers", "llamafactory", "swift", "axolotl")
@@ -51,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the script in this process, as ``__main__``.
 
     Args:
-        argv: the script and its arguments; None: of this process's command line.
+        argv: the script and its arguments; None: from this process's command line.
 
     Returns:
-        exit status, when the script ends by itself. ``SystemExit`` and other exceptions of the script pass through.
+        exit status, if the script ends normally. ``SystemExit`` and other exceptions of the script pass through.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if argv[:1] in (["-h"], ["--help"]):
@@ -84,7 +84,7 @@ def _execute(code: CodeType, module: ModuleType) -> None:
 
 
 def _parse(argv: Sequence[str]) -> _Command:
-    """Split the command line. Launchers put ``--local_rank=N`` before the script: it is the script's."""
+    """Split the command line. Launchers put ``--local_rank=N`` before the script, for which it is meant."""
     words = list(argv)
     ahead: list[str] = []
     while words and words[0].startswith(("--local_rank=", "--local-rank=")):
@@ -103,7 +103,7 @@ def _parse(argv: Sequence[str]) -> _Command:
 
 
 def _prepare(command: _Command) -> tuple[CodeType, ModuleType]:
-    """Compile the script, and make the process look as if Python had been started with it."""
+    """Compile the script, and make the process look as if Python had started it."""
     module = ModuleType("__main__")
     if command.is_module:
         # sys.path[0] is the working directory, as for `python -m`, unless a console script started us.
@@ -114,7 +114,7 @@ def _prepare(command: _Command) -> tuple[CodeType, ModuleType]:
         names: dict[str, Any] = {"__spec__": spec, "__loader__": spec.loader, "__cached__": spec.cached}
         argv_0 = path
     else:
-        # As Python makes it absolute: not normalised, or a link before a ".." would lead elsewhere.
+        # Made absolute as by Python: not normalised, or a link before a ".." would lead elsewhere.
         path = os.path.join(os.getcwd(), command.target)
         package, argv_0 = None, command.target
         if not os.path.isfile(path):
@@ -130,7 +130,7 @@ def _prepare(command: _Command) -> tuple[CodeType, ModuleType]:
         code = _compile(path)
     module.__dict__.update(names, __file__=path, __package__=package, __builtins__=builtins, __annotations__={})
     sys.argv[:] = [argv_0, *command.args]
-    # Objects that the script defines are pickled as __main__.NAME, and child processes run __main__.__file__ again.
+    # The script's objects are pickled as __main__.NAME, and child processes run __main__.__file__ again.
     sys.modules["__main__"] = module
     return code, module
 
@@ -165,11 +165,11 @@ def _find_module(name: str) -> tuple[ModuleSpec, CodeType]:
 
 
 def _install(module: ModuleType) -> None:
-    """Install the hooks, here and in child processes, and make sure that there is something to hook.
+    """Install the hooks, here and in child processes, and check that there is something to hook.
 
     Raises:
-        SetupError: there is neither a Megatron on the path nor a script that would put one there, nor transformers.
-        UsageError: a flag of ours that a Trainer's script does not have.
+        SetupError: there is no Megatron on the path, no script that would put one there, and no transformers.
+        UsageError: a flag of ours that does not exist for a Trainer's script.
     """
     is_megatrons = _trains_with_megatron(str(module.__file__))
     if not is_megatrons:
@@ -180,10 +180,10 @@ def _install(module: ModuleType) -> None:
 
 
 def _trains_with_megatron(script: str) -> bool:
-    """Whether Megatron trains, whose parser takes our flags; otherwise Hugging Face's Trainer does.
+    """Whether Megatron trains, and its parser accepts our flags; otherwise Hugging Face's Trainer does.
 
     Raises:
-        SetupError: neither is there.
+        SetupError: neither is available.
     """
     with open(script, encoding="utf-8", errors="replace") as file:
         source = file.read()
@@ -207,10 +207,10 @@ def _imports(source: str, package: str) -> bool:
 
 
 class _WithoutOurFrames:
-    """An excepthook that hides the frames above the script's, and leaves the rest to the hook that was there.
+    """An excepthook that hides the frames above the script's, and delegates to the previous hook.
 
-    It is put in place when an exception leaves the script: the script itself sees the hook that it expects, and
-    Python's own ending (exit status, signals, threads) stays Python's.
+    It is set when an exception leaves the script: so the script sees the hook that it expects, and Python still handles
+    the end (exit status, signals, threads).
     """
 
     def __init__(self, hook: Any) -> None:

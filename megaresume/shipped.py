@@ -1,4 +1,4 @@
-"""Folders of other files that the package contains (launch scripts, examples); in a checkout, links to the top level.
+"""Folders of other files in the package (launch scripts, examples); in a checkout, links to the top level.
 
 python -m megaresume.shipped      ->  the folder of the launch scripts, to copy one from
 """
@@ -13,16 +13,16 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def shipped_dir(place: str, *, holds: str, what: str, install: str) -> Path:
-    """The place of a folder that ships with the package.
+    """The path of a folder that ships with the package.
 
     Args:
         place: inside the package.
-        holds: a pattern of files that lie in it.
+        holds: a pattern that its files match.
         what: the files, in words.
-        install: what pip has to install for them.
+        install: what pip has to install to get them.
 
     Raises:
-        SetupError: the installation has lost it.
+        SetupError: the installation lacks it.
     """
     folder = (_PACKAGE / place).resolve()
     if any(folder.glob(holds)):
@@ -37,12 +37,12 @@ def shipped_dir(place: str, *, holds: str, what: str, install: str) -> Path:
 
 
 def launch_dir() -> Path:
-    """The folder of the launch scripts. Raises SetupError if the installation has lost it."""
+    """The folder of the launch scripts. Raises SetupError if the installation lacks it."""
     return shipped_dir("cluster/launch", holds="torchrun.sh", what="launch scripts", install="megaresume")
 
 
 def launch_script(name: str) -> Path:
-    """A script by its place in the folder, such as ``slurm/train.sbatch``. Raises SetupError as `launch_dir` does."""
+    """The path of a script in the folder, such as ``slurm/train.sbatch``. Raises SetupError as `launch_dir` does."""
     return launch_dir() / name
 
 

@@ -1,4 +1,4 @@
-"""Conformance: does a stream over your sources resume exactly? For our tests, and for those of anyone's sources.
+"""Conformance: does a stream over your sources resume exactly? For our tests, and for anyone's sources.
 
 from megaresume.testing import assert_exact_resume
 
@@ -25,7 +25,7 @@ __all__ = ["LengthList", "assert_exact_resume", "assert_same_samples"]
 
 
 class LengthList:
-    """A source that has lengths and no tokens: enough to plan with.
+    """A source with lengths but no tokens: enough for planning.
 
     Args:
         lengths: tokens of each document.
@@ -42,25 +42,25 @@ class LengthList:
         return np.asarray(self._lengths[ids])
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
-        """The fingerprint of the source; with ``first``, that of its first documents."""
+        """The fingerprint of the source; with ``first``, of its first documents."""
         return hash_lengths(self if first is None else LengthList(self._lengths[:first]))
 
 
 def assert_exact_resume(build: Callable[[StreamState | None], Stream], num_samples: int) -> None:
-    """Take the state before every sample, go on from each, and compare everything that follows, in order.
+    """Take the state before every sample, resume from each, and compare everything that follows, in order.
 
-    For each of the samples: the keys of the state are the same ones; it is equal to itself after JSON; it does not
-    depend on how far was planned ahead; a stream built from it gives it back unchanged, and then all samples up to
-    the last, the same digests, and the same last state.
+    For each sample: the state has the same keys; it equals itself after JSON; it does not depend on how far ahead was
+    planned; a stream built from it returns it unchanged, and then all samples up to the last, the same digests, and the
+    same final state.
 
     Quadratic in ``num_samples``: a few hundred are enough, if they reach into the second epoch of a source.
 
     Args:
-        build: makes a stream that continues from a state (None: from the start), with sources of its own if it can.
-        num_samples: samples to go through; the stream must have as many.
+        build: makes a stream that resumes from a state (None: from the start), if possible with its own sources.
+        num_samples: number of samples to go through; the stream must have as many.
 
     Raises:
-        AssertionError: naming the sample at which the state was taken and the first sample that differs.
+        AssertionError: names the sample at which the state was taken and the first sample that differs.
     """
     whole = build(None)
     first, stop = whole.start, whole.start + num_samples
@@ -70,7 +70,7 @@ def assert_exact_resume(build: Callable[[StreamState | None], Stream], num_sampl
     shape = _shape(step_by_step.state_at(first).to_dict())
     for sample in range(first, stop + 1):
         where = f"state before sample {sample}"
-        state = step_by_step.state_at(sample)  # nothing after it was planned yet
+        state = step_by_step.state_at(sample)  # nothing after it has been planned yet
         text = state.to_json()
         _equal(whole.state_at(sample).to_json(), text, f"{where}: taken after planning further ahead")
         _equal(_shape(state.to_dict()), shape, f"{where}: its keys")
@@ -86,10 +86,10 @@ def assert_exact_resume(build: Callable[[StreamState | None], Stream], num_sampl
 
 
 def assert_same_samples(found: Plan, expected: Plan, where: str = "plan") -> None:
-    """The same samples in the same order: numbers, segments, identities, digests.
+    """Compare samples in order: numbers, segments, identities, digests.
 
     Raises:
-        AssertionError: naming the first sample that differs.
+        AssertionError: names the first sample that differs.
     """
     _equal((found.first, found.stop), (expected.first, expected.stop), f"{where}: range of samples")
     arrays = ("starts", "table", "hashes", "digests")
@@ -104,11 +104,11 @@ def assert_same_samples(found: Plan, expected: Plan, where: str = "plan") -> Non
 
 
 def _equal(found: object, expected: object, what: str) -> None:
-    # Raised, not asserted: tests may run with optimisation on.
+    # Raised, not asserted: tests may run with optimisation enabled.
     if found != expected:
         raise AssertionError(f"{what}\n  found:    {found}\n  expected: {expected}")
 
 
 def _shape(value: Any) -> Any:
-    """The keys of a state, however deep. Lists may grow and shrink, and values may come and go."""
+    """The keys of a state at any depth. Lists may grow and shrink, and values may come and go."""
     return {key: _shape(entry) for key, entry in value.items()} if isinstance(value, dict) else None

@@ -24,7 +24,7 @@ model = torch.nn.Sequential(
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 where = megaresume.Checkpoints(save_dir="checkpoints", keep_last=3)
 data = megaresume.attach(engine, "data.yaml", checkpoints=where)  # before load_checkpoint
-engine.load_checkpoint("checkpoints")  # begins, if there is none
+engine.load_checkpoint("checkpoints")  # starts afresh if there is none
 while engine.global_steps < STEPS:
     batch = {name: tensor.to(engine.device) for name, tensor in next(data).items() if torch.is_tensor(tensor)}
     losses = F.cross_entropy(engine(batch["tokens"]).flatten(0, 1), batch["labels"].flatten(), reduction="none")

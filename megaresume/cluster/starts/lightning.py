@@ -37,4 +37,4 @@ trainer = L.Trainer(max_epochs=2, callbacks=[saver], devices=devices, enable_pro
 megaresume.attach(trainer, checkpoints=megaresume.Checkpoints(save_dir="checkpoints/run", keep_last=3))
 ranks = {"dp_rank": trainer.global_rank, "dp_size": trainer.world_size}
 loader = megaresume.DataLoader(dataset, batch_size=8, num_workers=2, **ranks)
-trainer.fit(Model(), loader, ckpt_path="last")  # begins, if there is no checkpoint
+trainer.fit(Model(), loader, ckpt_path="last")  # starts afresh if there is no checkpoint

@@ -36,4 +36,4 @@ args = TrainingArguments(
 )
 trainer = Trainer(model, args, train_dataset=dataset, callbacks=[Steps()])
 megaresume.attach(trainer)
-trainer.train(resume_from_checkpoint=True)  # begins, if there is no checkpoint
+trainer.train(resume_from_checkpoint=True)  # starts afresh if there is no checkpoint

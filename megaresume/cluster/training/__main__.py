@@ -37,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Returns:
-        exit status: 0 when the run is over, or over for now (another with --megaresume-stop-status); 1 when it failed;
-        2 on bad usage.
+        exit status: 0 when the run is finished, or stopped for now (another with --megaresume-stop-status); 1 when it
+            failed; 2 on bad usage.
     """
     sys.excepthook = _die
     rank, world_size = rank_and_size()
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_arguments(sys.argv[1:] if argv is None else argv)
         check_layout(args, world_size)
     except UsageError as error:
-        # Every rank finds the same; one says it, before the launcher ends it because another one has ended.
+        # Every rank finds the same; rank 0 prints it, before the launcher ends it because another rank has ended.
         if rank == 0:
             print(f"megaresume: {error}", file=sys.stderr, flush=True)
         else:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rank == 0 or not shared:
             print(f"megaresume: rank {rank}: {error}", file=sys.stderr, flush=True)
         if shared:
-            # All ranks are here. None may end before rank 0 has said why: its launcher would end rank 0.
+            # All ranks are here. None may end before rank 0 has printed why: its launcher would end rank 0.
             on_rank_0(lambda: None)
         stop_at_once(2 if isinstance(error, UsageError) else 1)
     except ModuleNotFoundError as error:
@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _die(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """End at once: a rank that waits for the others at its exit keeps the launcher from ending them."""
-    # torch puts a buffer in place of sys.stderr while it calls this; it would be lost.
+    """End at once: a rank that waits for others while exiting keeps the launcher from ending them."""
+    # During this call, sys.stderr is a buffer of torch whose content would be lost.
     traceback.print_exception(kind, error, trace, file=sys.__stderr__)
     stop_at_once(130 if kind is KeyboardInterrupt else 1)
 
@@ -81,7 +81,7 @@ def _die(kind: type[BaseException], error: BaseException, trace: TracebackType |
 def _run(args: Arguments) -> int:
     """Train, and return the exit status."""
     device = launch(args)
-    # Deferred, here and below: torch, DeepSpeed and megatron-core take seconds to import, and bad flags should not.
+    # Deferred, here and below: importing torch, DeepSpeed and megatron-core takes seconds, which bad flags should not.
     import torch.distributed as dist
 
     from megaresume.batches.open import open_stream
@@ -105,8 +105,8 @@ def _run(args: Arguments) -> int:
         data = _attach(args, engine, stream, schedule)
     on_data.watch(data, "restore")
     _load(args, engine)
-    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond it can be skipped
-    # After the load: a run that continues measures what it measured when it began.
+    on_all_ranks(lambda: stream.skip(end=_last_sample(args, engine, data)))  # nothing beyond the end can be skipped
+    # After the load: a run that resumes measures what it measured from the start.
     validation = _validation(
         args,
         data_options,
@@ -138,7 +138,7 @@ def _run(args: Arguments) -> int:
 
 
 def _prepare_load(args: Arguments, dp: int) -> None:
-    """Before anything is on the GPU: it may take long, or be refused."""
+    """Prepare the load before anything is on the GPU: it may take long, or be refused."""
     from megaresume.hosts.deepspeed.elastic import prepare_load
 
     if args.load is not None:
@@ -167,7 +167,7 @@ def _engine(
 
 
 def _attach(args: Arguments, engine: Any, stream: Stream, schedule: BatchSchedule) -> Any:
-    """The data of the training, which saves and loads with the engine."""
+    """The training data, which is saved and loaded with the engine."""
     return attach(
         engine,
         stream,
@@ -183,7 +183,7 @@ def _attach(args: Arguments, engine: Any, stream: Stream, schedule: BatchSchedul
 def _validation(
     args: Arguments, data_options: Mapping[str, Any], training: Stream, encoder: Any, **sizes: Any
 ) -> Validation:
-    """The held-out data, and how it is measured."""
+    """The validation sets and held-out data."""
     from megaresume.batches.open import open_validation
     from megaresume.cluster.training.loop import Validation
 
@@ -196,7 +196,7 @@ def _validation(
 
 
 def _started_log(args: Arguments, engine: Any, data: Any, on_data: Stopwatch) -> SampleLog:
-    """The log of --megaresume-log-samples, with the line of this start."""
+    """The log for --megaresume-log-samples, with a line for this start."""
     from megaresume.cluster.training.logging import SampleLog
 
     log = on_all_ranks(
@@ -216,7 +216,7 @@ def _started_log(args: Arguments, engine: Any, data: Any, on_data: Stopwatch) ->
 
 
 def _train(args: Arguments, trainer: Trainer, *, trains: bool) -> int:
-    """Train, or what there is to do instead; the exit status."""
+    """Train, or do what is to be done instead; returns the exit status."""
     from megaresume.checkpoint.stopping import Stopped
 
     if trains:
@@ -233,7 +233,7 @@ def _train(args: Arguments, trainer: Trainer, *, trains: bool) -> int:
 
 
 def _skip(args: Arguments) -> Any:
-    """The samples that the flags leave out."""
+    """The samples left out by flags."""
     from megaresume.stream.skips import SkipConfig, parse_range, union
 
     words = args.data_options.skip or ()
@@ -241,15 +241,14 @@ def _skip(args: Arguments) -> Any:
 
 
 def _last_sample(args: Arguments, engine: Any, data: Any) -> int | None:
-    """The number of samples at the end of the run, by the batch sizes that it had and will have; None if it has no
-    end."""
+    """The number of samples at the end of the run, by its past and future batch sizes; None if it has no end."""
     if args.train_iters is None and args.train_samples is None:
         return None
     return end_of_run(data.schedule, int(engine.global_steps), data.samples_trained, **args.length)[1]
 
 
 def _data(args: Arguments) -> dict[str, Any]:
-    """The arguments of `open_stream` and `open_validation`; the data config is read here, once."""
+    """The arguments of `open_stream` and `open_validation`; reads the data config, once."""
     from megaresume.data.data_config import DataConfig
 
     assert args.launch.data is not None
@@ -261,7 +260,7 @@ def _open_held_out(args: Arguments, seq_length: int, encoder: Any) -> Any:
     """The stream of --megaresume-held-out.
 
     Raises:
-        UsageError: its images are not encoded as those that the model is trained on.
+        UsageError: its images are encoded differently from those that the model is trained on.
     """
     from megaresume.batches.open import open_stream
     from megaresume.cluster.training.vision import encoders_of
@@ -306,7 +305,7 @@ def _tag(args: Arguments) -> str | None:
 
 
 def _load(args: Arguments, engine: Any) -> None:
-    """Resume from --load, or make sure that a fresh start overwrites nothing."""
+    """Resume from --load; or ensure that a fresh start overwrites nothing."""
     from megaresume.checkpoint.starts import check_fresh_start
 
     path = None

@@ -1,6 +1,6 @@
-"""A launch of the small trainer: its flags; from processes to ranks, and the end of a process.
+"""A launch of the small trainer: its flags; from processes to ranks; ending a process.
 
-The flags have Megatron-LM's own names if it has them, ours a prefix.
+Flags that Megatron-LM has too have its names; ours have a prefix.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DECAY_STYLES = get_args(DecayStyle)
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Everything that the command line says."""
+    """The command line."""
 
     # model
     num_layers: int = flag(None, "transformer layers", required=True)
@@ -102,7 +102,7 @@ class Arguments:
         0.0, "shortest step: for launch tests, in which a tiny model is faster than the scheduler"
     )
 
-    # what other hosts have too
+    # shared with other hosts
     launch: LaunchOptions = group(LaunchOptions)
     data_options: DataOptions = group(DataOptions)
     loader_options: LoaderOptions = group(LoaderOptions)
@@ -119,10 +119,10 @@ class Arguments:
 
 
 def parse_arguments(argv: Sequence[str]) -> Arguments:
-    """Parse and check what does not depend on the number of ranks.
+    """Parse the flags, and check what does not depend on the number of ranks.
 
     Raises:
-        UsageError: an unknown flag, a bad value, or flags that contradict each other.
+        UsageError: an unknown flag, a bad value, or contradictory flags.
     """
     args = parse_flags(
         Arguments,
@@ -192,10 +192,10 @@ def _check_vision(args: Arguments) -> None:
 
 
 def stop_conditions(args: Arguments) -> StopConditions | None:
-    """The conditions on which to save and exit; None if no flag says any.
+    """The conditions for saving and exiting; None if no flag sets any.
 
     Raises:
-        UsageError: times that are none, or an unknown end of the job.
+        UsageError: invalid times, or an unknown end of the job.
     """
     signals = SIGNALS if args.exit_signal_handler else ()
     conditions = dataclasses.replace(args.stop, signals=signals, after_minutes=args.exit_duration_in_mins)
@@ -209,7 +209,7 @@ def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
         data-parallel size, and the global batch size by sample.
 
     Raises:
-        UsageError: ranks or batches that do not divide, with the numbers that would.
+        UsageError: ranks or batches that do not divide; names numbers that would.
     """
     tp = args.tensor_model_parallel_size
     if tp < 1 or world_size % tp:
@@ -252,8 +252,7 @@ def check_layout(args: Arguments, world_size: int) -> tuple[int, BatchSchedule]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """The rank of this process and how many there are, by torchrun, deepspeed or a Slurm script; (0, 1) without a
-    launcher."""
+    """Rank and number of ranks, from torchrun, deepspeed or a Slurm script; (0, 1) without a launcher."""
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -272,15 +271,15 @@ def launch(args: Arguments) -> torch.device:
     Raises:
         SetupError: there are fewer GPUs than ranks on this machine.
     """
-    import torch  # deferred, so that what is missing is said in a sentence
+    import torch  # deferred, so that a missing package is reported in a sentence
 
     device = _device(args)
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        # megatron-core compiles its fused functions as soon as they are called, on a CPU with a compiler for C++; a
-        # third of its import is the way to that.
+        # On a CPU, megatron-core compiles its fused functions at their first call, with a C++ compiler, and setting
+        # that up takes a third of its import.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        # One thread a rank: sums are then always taken in the same order.
+        # One thread per rank, so that sums are always computed in the same order.
         torch.set_num_threads(1)
     warning = restart_warning(os.environ)
     if warning is not None:
@@ -291,13 +290,13 @@ def launch(args: Arguments) -> torch.device:
     if args.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # megatron-core says at import, on every rank, which optional packages it does without.
+    # megatron-core warns at import, on every rank, about missing optional packages.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    import deepspeed  # deferred: it decides about accelerators when imported
+    import deepspeed  # deferred: it chooses an accelerator when imported
 
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     if device.type == "cpu":
-        # Otherwise DeepSpeed compiles a shared-memory collective at start, and a kill meanwhile leaves a lock.
+        # Otherwise DeepSpeed compiles a shared-memory collective at start, and a kill during that leaves a lock.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="gloo" if device.type == "cpu" else "nccl",
@@ -312,10 +311,10 @@ def launch(args: Arguments) -> torch.device:
 
 
 def restart_warning(env: Mapping[str, str]) -> str | None:
-    """The warning where torchrun would restart ranks in place and they could not meet; None if they can.
+    """The warning if torchrun would restart ranks in place and they could not meet; None if they can.
 
-    The agents keep one store for all restarts (pytorch issue 135712): ranks that come again find the addresses of those
-    before them in it, and end in "Connection refused".
+    The agents keep one store for all restarts (pytorch issue 135712): restarted ranks find their predecessors'
+    addresses in it, and fail with "Connection refused".
     """
     restarts = int(env.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and int(env.get("WORLD_SIZE", "1")) > 1
@@ -329,17 +328,17 @@ def restart_warning(env: Mapping[str, str]) -> str | None:
 
 
 def seed_everything(seed: int, device: torch.device) -> None:
-    """Seed torch and megatron-core's generators."""
+    """Seed the generators of torch and megatron-core."""
     import torch
     from megatron.core import tensor_parallel
 
     torch.manual_seed(seed)
-    # The tracker for inference is the official one that keeps no state, and so needs no GPU.
+    # The official inference tracker keeps no state, so it needs no GPU.
     tensor_parallel.model_parallel_cuda_manual_seed(seed, inference_rng_tracker=device.type == "cpu")
 
 
 def shut_down() -> None:
-    """Leave the groups: without it a process may end in ``terminate called without an active exception``."""
+    """Leave the groups; without this, a process may end in ``terminate called without an active exception``."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -349,7 +348,7 @@ def shut_down() -> None:
 
 
 def stop_at_once(status: int) -> NoReturn:
-    """End the process without waiting for anybody: the launcher then ends the other ranks."""
+    """End the process without waiting for anything; the launcher then ends the other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

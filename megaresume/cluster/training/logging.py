@@ -1,9 +1,8 @@
 """The output of a run: lines for people on standard output, JSON lines for programs in a file.
 
-The lines hold the seconds that a rank spends on its data, and hashes of what the model gets of a sample: tokens,
-labels, masks, positions, and its images down to the last bit. A JSON line is one write to a file opened for appending:
-a kill loses at most the line of the step that it cut short, and what an earlier attempt wrote is never touched. The
-last line of a step is the one that counts.
+They contain the seconds that a rank spends on its data, and hashes of what the model gets of a sample: tokens, labels,
+masks, positions, and its images to the last bit. A JSON line is one write to a file opened for appending: a kill loses
+at most the line of the current step, and lines of earlier attempts are never touched. The last line of a step counts.
 
     {"event": "start", "attempt": 2, "step": 10, "samples": 80, "digest": "...", "data_seconds": 0.2, "topology": {...},
      "time": ...}
@@ -38,7 +37,7 @@ from megaresume.stream.errors import UsageError
 
 
 class Stopwatch:
-    """Runs within its ``with`` statements, and within the methods that it watches."""
+    """Runs within its ``with`` statements, and within methods that it watches."""
 
     def __init__(self) -> None:
         #: the seconds so far.
@@ -46,7 +45,7 @@ class Stopwatch:
         self._began = 0.0
 
     def watch(self, thing: Any, method: str) -> None:
-        """Count every call of a method of this one object."""
+        """Count every call of a method of this object."""
         call = getattr(thing, method)
 
         @functools.wraps(call)
@@ -67,9 +66,10 @@ class Stopwatch:
 
 
 def content_hashes(batch: Batch) -> list[int]:
-    """An unsigned 64-bit hash of each sample of a micro-batch; the same in any layout of micro-batches and ranks.
+    """An unsigned 64-bit hash of each sample of a micro-batch, the same for any layout of micro-batches and ranks.
 
-    Images enter with their pixels, grid, column and number of tokens. The row does not: it belongs to the layout.
+    Images are included with their pixels, grid, column and number of tokens; not their row, which depends on the
+    layout.
     """
     arrays = [batch[name].numpy() for name in ("tokens", "labels", "loss_mask", "position_ids")]
     hashers = [xxhash.xxh3_64() for _ in range(len(arrays[0]))]
@@ -91,15 +91,14 @@ class StepRecord:
 
     #: number of the step, from 1.
     step: int
-    #: [first, last) samples that the ranks trained on, as their batches said.
+    #: [first, last) samples that the ranks trained on, according to their batches.
     samples: tuple[int, int]
-    #: hash over the identities of those samples, and over their tokens, labels, masks, positions and images; 16 hex
-    #: digits.
-    #: None if no log is written.
+    #: hash of the identities of these samples; hash of their tokens, labels, masks, positions and images; 16 hex
+    #: digits. None without a log.
     order: str | None
     content: str | None
-    #: of each data-parallel rank: hashes over its samples, and over their tokens and pixels, as
-    #: `megaresume.checkpoint.records.rank_log` takes them.
+    #: for each data-parallel rank: hash of its samples; hash of their tokens and pixels, as in
+    #: `megaresume.checkpoint.records.rank_log`.
     ranks: tuple[tuple[str, str], ...] | None
     #: rolling digest of the stream after the step, 16 hex digits.
     digest: str
@@ -110,14 +109,14 @@ class StepRecord:
     #: trained tokens.
     tokens: int
     global_batch_size: int
-    #: seconds; of these, those for which rank 0 waited for its samples.
+    #: seconds; and how many of them rank 0 waited for its samples.
     seconds: float
     data_seconds: float
-    #: places (tokens and padding) a second.
+    #: positions (tokens and padding) per second.
     tokens_per_second: float
 
     def line(self, total_steps: str) -> str:
-        """The step as a line that Megatron prints."""
+        """The step as a line in Megatron's format."""
         norm = "" if self.grad_norm is None else f" grad norm: {self.grad_norm:.3f} |"
         return (
             f" iteration {self.step:8d}/{total_steps:>8} | consumed samples: {self.samples[1]:12d} | "
@@ -128,13 +127,13 @@ class StepRecord:
 
 
 class Trained:
-    """Notes what one rank trains in a step, for comparison between runs of any layout."""
+    """Records what a rank trains in a step, so that runs of any layout can be compared."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[int, int, int, int]] = []
 
     def add(self, batch: Batch, *, content: bool) -> None:
-        """Note a micro-batch: what its samples are and, if asked for, a hash of all that the model gets of them."""
+        """Record a micro-batch: its samples' identities and, if requested, a hash of what the model gets."""
         samples, identities = batch["samples"].tolist(), batch["hashes"].tolist()
         contents, tokens = [0] * len(samples), [0] * len(samples)
         if content:
@@ -146,11 +145,11 @@ class Trained:
     def collect(
         self, group: dist.ProcessGroup | None, device: torch.device
     ) -> tuple[tuple[int, int], str, str, tuple[tuple[str, str], ...]]:
-        """Bring the rows of all data-parallel ranks together and start again.
+        """Gather the rows of all data-parallel ranks, and start again.
 
         Returns:
-            (first, last) sample; hash over identities and hash over contents, in the order of the stream; hash over
-            identities and over tokens of each rank, in the order in which it was handed them.
+            (first, last) sample; hash of identities and hash of contents, in stream order; for each rank, hash of
+                identities and of tokens, in the order in which it received them.
         """
         rows = torch.tensor(self._rows, dtype=torch.int64, device=device)
         gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
@@ -171,7 +170,7 @@ def _signed(value: int) -> int:
 
 
 class SampleLog:
-    """The file of JSON lines; written by rank 0 alone."""
+    """The JSON lines file, written by rank 0 only."""
 
     def __init__(self, path: str | None, *, attempt: int, topology: Topology, writes: bool) -> None:
         self.enabled = path is not None
@@ -190,20 +189,20 @@ class SampleLog:
                 ) from error
 
     def start(self, *, step: int, samples: int, digest: str, data_seconds: float) -> None:
-        """Note where this process begins.
+        """Record where this process begins.
 
         Args:
             step: optimizer steps done.
-            samples: trained.
-            digest: of the samples trained.
-            data_seconds: from the opening of the data to the position that was restored.
+            samples: samples trained.
+            digest: of these samples.
+            data_seconds: from opening the data to restoring the position.
         """
         topology = self._topology.to_dict()
         where = {"step": step, "samples": samples, "digest": digest, "data_seconds": data_seconds}
         self._write({"event": "start", **where, "topology": topology})
 
     def step(self, record: StepRecord) -> None:
-        """Note a step."""
+        """Record a step."""
         names = ("dp", "tp", "micro_batch_size", "num_workers")
         layout: dict[str, Any] = {name: getattr(self._topology, name) for name in names}
         if self._topology.balance is not None:
@@ -211,13 +210,13 @@ class SampleLog:
         self._write({"event": "step", **asdict(record), "loss_hex": record.loss.hex(), **layout})
 
     def validation(self, *, step: int, name: str, **fields: Any) -> None:
-        """Note what `megaresume.cluster.training.loop` measured on a validation set, and say it."""
+        """Record and print what `megaresume.cluster.training.loop` measured on a validation set."""
         loss, tokens = fields["loss"], fields["tokens"]
         announce(f" validation loss at iteration {step} on {name} | lm loss value: {loss:.6E} | tokens: {tokens} |")
         self._write({"event": "validation", "step": step, "set": name, **fields})
 
     def held_out(self, *, step: int, **fields: Any) -> None:
-        """Note a measurement of `megaresume.cluster.training.loop`, and say it."""
+        """Record and print a held-out measurement of `megaresume.cluster.training.loop`."""
         share = fields["right"] / max(fields["tokens"], 1)
         announce(f" held-out accuracy at iteration {step} | {100 * share:.2f} % of {fields['tokens']} tokens |")
         self._write({"event": "held_out", "step": step, **fields})

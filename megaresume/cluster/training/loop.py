@@ -1,11 +1,11 @@
-"""The training loop, and what is measured between its steps.
+"""The training loop, and the measurements between its steps.
 
-Validation on the same samples every time: the first of each validation set, whatever was trained and how.
+Validation uses the same samples every time, the first of each validation set, whatever was trained and how.
 
-Held-out accuracy: the share of trained tokens that the model finds right, on the same samples every time.
+Held-out accuracy: the share of trained tokens that the model predicts correctly, on the same samples every time.
 
-Every answer is read with the true tokens before it (teacher forcing), and the likeliest token counts. What is right
-is kept by token, so that a reader can look at some alone (digits, yes and no), with the first answers in full.
+Every answer is predicted with the true tokens before it (teacher forcing), taking the likeliest token. Correct tokens
+are counted by token, so that a reader can select some (digits, yes and no), and the first answers are kept in full.
 
     {"event": "held_out", "step": 40, "right": 310, "tokens": 500, "by_token": {"48": [20, 35], ...},
      "answers": [{"sample": 0, "column": 0, "source": "held_out", "document": 7,
@@ -34,19 +34,19 @@ from megaresume.stream.batches import BatchSchedule, is_over
 from megaresume.stream.errors import CorpusError, StreamExhausted
 from megaresume.stream.stream import Stream
 
-#: answers that are kept in full; tokens that are counted one by one.
+#: answers kept in full; tokens counted one by one.
 _ANSWERS, _TOKENS = 24, 512
 
 
 class Validation:
     """Measures the loss on the first ``--eval-iters`` global batches of every validation set, and the accuracy on the
-    first ``--megaresume-held-out-iters`` of the held-out data. Nothing of either kind: it is False.
+    first ``--megaresume-held-out-iters`` of the held-out data. False if there is neither.
 
     Args:
         args: the flags.
         sets: name -> stream (`megaresume.batches.open`).
         held_out: None if no accuracy is measured.
-        global_batch_size: samples; the final one, so that a ramp-up does not change what is measured.
+        global_batch_size: samples; the final one, so that a ramp-up does not change the measurement.
         vocab_size: token ids below this exist.
         device: of the model.
     """
@@ -84,16 +84,16 @@ class Validation:
 
     @property
     def has_held_out(self) -> bool:
-        """Whether `accuracy` can be asked."""
+        """Whether `accuracy` can be measured."""
         return self._held_out is not None
 
     def losses(
         self, model: torch.nn.Module, token_losses: Callable[[Batch], tuple[torch.Tensor, torch.Tensor]]
     ) -> dict[str, dict[str, Any]]:
-        """The losses of each set, by name: ``loss`` per token over all samples, ``tokens``, and the rolling ``digest``.
+        """The losses of each set by name: ``loss`` per token over all samples, ``tokens``, and the rolling ``digest``.
 
         Args:
-            model: what is measured.
+            model: the model.
             token_losses: batch -> (float[m, S] losses, float32[m, S] loss mask).
         """
         found = {}
@@ -108,14 +108,14 @@ class Validation:
         return found
 
     def accuracy(self, model: torch.nn.Module, logits: Callable[[Batch], torch.Tensor]) -> dict[str, Any]:
-        """The fields of the event, the same on all ranks; the model is back in training mode after it.
+        """The fields of the event, the same on all ranks; afterwards the model is in training mode again.
 
         Args:
-            model: what is measured.
+            model: the model.
             logits: batch -> float[m, S, vocabulary].
         """
         assert self._held_out is not None
-        # counts: int64[2, vocabulary], right and all by label.
+        # counts: int64[2, vocabulary], correct and all, by label.
         counts = torch.zeros(2, self._vocab_size, dtype=torch.int64)
         answers: list[dict[str, Any]] = []
         with _evaluated(model):
@@ -143,7 +143,7 @@ class Validation:
 
 
 def _answers(stream: Stream, batch: Batch, predicted: torch.Tensor) -> list[dict[str, Any]]:
-    """The answers of every document of the batch that has trained tokens."""
+    """The answers of every document in the batch that has trained tokens."""
     found = []
     for row, sample in enumerate(batch["samples"].tolist()):
         bounds = batch["cu_seqlens"][row].tolist()
@@ -175,16 +175,16 @@ def _evaluated(model: torch.nn.Module) -> Iterator[None]:
 
 
 class Trainer:
-    """Trains one engine on its data until the run is over.
+    """Trains one engine on its data until the run is finished.
 
     Args:
         args: the flags.
         engine: the DeepSpeed engine.
-        data: attached to it.
+        data: attached to the engine.
         device: of this rank.
         rate: learning rate by sample.
-        validation: what is measured between the steps.
-        log: of steps.
+        validation: measured between the steps.
+        log: for steps.
         vocab_size: token ids below this exist.
     """
 
@@ -207,7 +207,7 @@ class Trainer:
         self._stream_ended = False
 
     def train(self) -> None:
-        """Train, save, validate; returns when the run is over or --exit-interval says to stop.
+        """Train, save, validate; returns when the run is finished or --exit-interval is reached.
 
         Raises:
             Stopped: the run was asked to stop, and saved.
@@ -218,7 +218,7 @@ class Trainer:
         self.engine.train()
         validated_at = None
         if self.validation.has_held_out and self.engine.global_steps == 0:
-            self.validate()  # what an untrained model knows: the other end of the curve
+            self.validate()  # an untrained model's accuracy: the start of the curve
         while not self.finished():
             try:
                 record = self._step()
@@ -259,7 +259,7 @@ class Trainer:
             self.log.held_out(step=step, **self.validation.accuracy(self.engine, self._logits))
 
     def save(self) -> None:
-        """Save a checkpoint unless the last one is of this step."""
+        """Save a checkpoint, unless the last one is of this step."""
         step = int(self.engine.global_steps)
         if self.args.save is not None and step != self._saved_at:
             self.engine.save_checkpoint(self.args.save)
@@ -278,7 +278,7 @@ class Trainer:
         waiting = Stopwatch()
         while not last:
             with waiting:
-                batch = next(self.data)  # the first of a step also puts the batch size in force
+                batch = next(self.data)  # the first one of a step also sets the batch size
             trained.add(batch, content=self.log.enabled)
             losses, mask = self._token_losses(batch)
             meter.add(losses, mask)
@@ -326,7 +326,7 @@ class Trainer:
         tokens, positions = (batch[name].to(self.device) for name in ("tokens", "position_ids"))
         logits = self._forward(batch, tokens, positions, None)
         group = parallel_state.get_tensor_model_parallel_group()
-        # Not megatron-core's function for it, which needs a GPU.
+        # megatron-core's function for this needs a GPU.
         parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, logits.contiguous(), group=group)
         return torch.cat(parts, dim=-1)
@@ -350,7 +350,7 @@ class Trainer:
             )
 
     def _gradient_norm(self) -> torch.Tensor | None:
-        """The norm before clipping where DeepSpeed does not keep it: plain float32 without ZeRO."""
+        """The norm before clipping if DeepSpeed does not provide it, in plain float32 without ZeRO."""
         args = self.args
         if args.zero_stage or args.bf16 or args.tensor_model_parallel_size > 1:
             return None

@@ -1,19 +1,19 @@
-"""megatron-core's GPTModel, with attention that never crosses a document.
+"""megatron-core's GPTModel, with attention within documents only.
 
-The attention is put into the layer spec's ``core_attention``, a public extension point of megatron-core: torch's
-scaled dot product attention with an explicit mask. It runs on CPU and GPU (there in fused kernels).
+The attention is set as ``core_attention`` of the layer spec, a public extension point of megatron-core: torch's scaled
+dot product attention with an explicit mask. It runs on CPU and GPU (there in fused kernels).
 
-The loss, minimised and reported, is the same whatever the data-parallel and the micro-batch size.
+The loss, minimised and reported, does not depend on the data-parallel and the micro-batch size.
 
-Minimised: the sum of the token losses of a global batch, divided by its G * S places. A mean over trained tokens of
-each micro-batch (what many programs do) weighs a token by how full the *others* of its micro-batch are, and so
-changes with the layout; places are constant, so DeepSpeed's averaging over micro-steps and ranks is exact. With
-packed samples nearly all places are trained tokens. Adam does not feel the scale.
+Minimised: the sum of the token losses of a global batch, divided by its G * S positions. A mean over trained tokens of
+each micro-batch (which many programs use) gives a token a weight that depends on how full the *others* in its
+micro-batch are, and so on the layout; the number of positions is constant, so DeepSpeed's averaging over micro-steps
+and ranks is exact. With packed samples, nearly all positions are trained tokens. Adam is insensitive to the scale.
 
 Reported: the sum of the token losses of the global batch, divided by its number of trained tokens, summed in float64.
 
-The learning rate is a pure function of trained samples: nothing to save, nothing to restore. The shapes are
-Megatron-LM's (megatron.core.optimizer_param_scheduler), which counts in samples as well.
+The learning rate is a pure function of trained samples, so it needs no saving. Its shapes are Megatron-LM's
+(megatron.core.optimizer_param_scheduler), which counts in samples as well.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ from megaresume.stream.batches import BatchSchedule
 
 
 class ModelParallelUnit:
-    """DeepSpeed's ``mpu``: `megatron.core.parallel_state`, and the names that it no longer has."""
+    """DeepSpeed's ``mpu``: `megatron.core.parallel_state`, with the names that it has dropped."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(parallel_state, name)
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks that share one model: tensor times pipeline parallel."""
+        """The number of ranks that share one model: tensor times pipeline parallel."""
         return int(
             parallel_state.get_tensor_model_parallel_world_size()
             * parallel_state.get_pipeline_model_parallel_world_size()
         )
 
     def get_model_parallel_rank(self) -> int:
-        """The rank of this process among the model-parallel ones."""
+        """The rank of this process within its model-parallel group."""
         return dist.get_rank(parallel_state.get_model_parallel_group())
 
 
 def loss_to_minimise(token_losses: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """Sum of the counted token losses of a micro-batch over its places.
+    """The sum of the trained tokens' losses in a micro-batch, divided by its number of positions.
 
     Args:
         token_losses: float[m, S].
-        loss_mask: float32[m, S], 1 where the label counts.
+        loss_mask: float32[m, S], 1 where the label is trained.
 
     Returns:
         float32 scalar.
@@ -73,13 +73,13 @@ class LossMeter:
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def add(self, token_losses: torch.Tensor, loss_mask: torch.Tensor) -> None:
-        """Count one micro-batch: float[m, S] each."""
+        """Add one micro-batch: float[m, S] each."""
         losses = (token_losses.detach().double() * loss_mask).sum()
         self._sums[0] += losses
         self._sums[1] += loss_mask.sum()
 
     def reduce(self, group: dist.ProcessGroup | None) -> tuple[float, int]:
-        """Add up over the ranks of a group (the data-parallel ranks).
+        """Sum over the ranks of a group (the data-parallel ranks).
 
         Returns:
             loss per trained token, and the number of trained tokens.
@@ -90,13 +90,13 @@ class LossMeter:
 
 
 def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
-    """The mask of attention that is not allowed: to later tokens, and to other documents.
+    """The mask of forbidden attention: to later tokens, and to other documents.
 
     Args:
-        position_ids: int64[m, S], from 0 in every segment, so that a segment begins where they are 0.
+        position_ids: int64[m, S], starting at 0 in every segment.
 
     Returns:
-        bool[m, 1, S, S], True where attention is not allowed (Megatron's convention).
+        bool[m, 1, S, S], True where attention is forbidden (Megatron's convention).
     """
     # segments: int64[m, S], the number of the segment that each token is in.
     segments = (position_ids == 0).cumsum(dim=1)
@@ -107,7 +107,7 @@ def document_mask(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 class DocumentAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
-    """Core attention that obeys the mask it is given, whatever the layer's mask type says."""
+    """Core attention that uses the mask it is given, whatever the layer's mask type is."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute attention.
 
         Args:
             query: [S, m, heads, width]; key and value: [S, m, groups, width].
-            attention_mask: bool[m, 1, S, S], True where attention is not allowed.
+            attention_mask: bool[m, 1, S, S], True where attention is forbidden.
 
         Returns:
             [S, m, heads * width].
@@ -158,19 +158,19 @@ class DocumentAttention(MegatronModule):  # type: ignore[misc,unused-ignore]
 
 
 def padded_vocabulary(vocab_size: int, args: Arguments) -> int:
-    """Rows of the embedding table: divisible, as Megatron pads it."""
+    """Rows of the embedding table, padded to a multiple as in Megatron."""
     multiple = 128 * args.tensor_model_parallel_size
     return -(-vocab_size // multiple) * multiple
 
 
 def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: torch.device) -> GPTModel:
-    """Build the model of this rank; the weights follow from ``args.seed``, whatever the data-parallel size.
+    """Build the model of this rank; the weights depend on ``args.seed``, but not on the data-parallel size.
 
     Args:
         args: the flags.
-        vocab_size: token ids, not padded.
-        seq_length: tokens a sample.
-        device: where it will train; on a CPU it is initialised there as well.
+        vocab_size: number of token ids, not padded.
+        seq_length: tokens per sample.
+        device: for training; a CPU is also used for initialisation.
     """
     cpu = device.type == "cpu"
     dtype = torch.bfloat16 if args.bf16 else torch.float32
@@ -187,7 +187,7 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
         pipeline_dtype=dtype,
         bf16=args.bf16,
         deterministic_mode=args.deterministic_mode,
-        # These fusions need extensions that are not everywhere; DeepSpeed owns the gradients besides.
+        # These fusions need extensions that may be missing; besides, DeepSpeed owns the gradients.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=not cpu,
@@ -208,7 +208,7 @@ def build_model(args: Arguments, *, vocab_size: int, seq_length: int, device: to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearningRate:
-    """Warm-up and decay; all positions in samples."""
+    """Warm-up and decay, by number of samples."""
 
     style: DecayStyle
     highest: float
@@ -218,7 +218,7 @@ class LearningRate:
 
     @classmethod
     def from_arguments(cls, args: Arguments, schedule: BatchSchedule) -> LearningRate:
-        """Flags that count steps are turned into samples with the final batch size, as Megatron does."""
+        """Convert flags in steps to samples with the final batch size, as Megatron does."""
         final = schedule.segments[-1][1]
         decay = args.train_samples if args.train_samples is not None else (args.train_iters or 0) * final
         warmup = args.lr_warmup_iters * final
@@ -233,7 +233,7 @@ class LearningRate:
         )
 
     def at(self, samples: int) -> float:
-        """The rate of the step that begins when ``samples`` samples are trained; 0 at the first step of a warm-up."""
+        """The rate of the step that begins after ``samples`` samples; 0 at the first step of a warm-up."""
         if self.warmup_samples and samples <= self.warmup_samples:
             return self.highest * samples / self.warmup_samples
         if self.style == "constant":
@@ -245,9 +245,9 @@ class LearningRate:
         return self.lowest + left * (self.highest - self.lowest)
 
 
-#: The weight decay of matrices.
+#: Weight decay of matrices.
 WEIGHT_DECAY = 0.01
-#: DeepSpeed's own default, in elements: 2 GB a rank in float32, whatever the size of the model.
+#: DeepSpeed's own default, in elements: 2 GB per rank in float32, for a model of any size.
 _BUCKET = 500_000_000
 
 
@@ -278,7 +278,7 @@ def deepspeed_config(args: Arguments, *, global_batch_size: int, num_parameters:
 
 
 def build_optimizer(args: Arguments, model: torch.nn.Module, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW; matrices are decayed, vectors (biases, norms) are not, as in Megatron."""
+    """AdamW; with weight decay for matrices, but not for vectors (biases, norms), as in Megatron."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices, vectors = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]

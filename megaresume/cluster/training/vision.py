@@ -1,19 +1,19 @@
-"""Images before a GPTModel: their features stand where the image tokens stood.
+"""Images in front of a GPTModel: their features replace the embeddings of image tokens.
 
     tokens, position ids  -->  embedding of the language model  -->  [S, m, H]  --+-->  decoder_input  -->  GPTModel
     pixel values, grids   -->  vision encoder, projector  -->  [image tokens, H] -+   written at image_positions
 
-Every rank runs the vision encoder in every micro-batch: one without images sees a blank one, whose features are added
-with weight 0. All parameters so have gradients on all ranks, which ZeRO's collectives count on.
+Every rank runs the vision encoder in every micro-batch; without images it gets a blank one, whose features are added
+with weight 0. So all parameters have gradients on all ranks, which ZeRO's collectives require.
 
-The encoder is a small vision transformer of plain torch, with a projector after it: images of any size to features.
+The encoder is a small vision transformer in plain torch, followed by a projector: images of any size to features.
 
     patches float[K, F] of n images  ->  [n, longest, H], padded     attention within an image
                                      ->  [K, H]                      M * M neighbours side by side
                                      ->  projector  ->  [K / M**2, hidden size of the language model]
 
-Where a patch lies enters as sines of its row and column in units of the image's height: the same digit at another
-scale has the same place, and no image is too large for a table.
+The position of a patch is encoded as sines of its row and column, in units of the image's height: the same digit at
+another scale has the same position, and no image is too large for a table.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from megaresume.batches.batch import Batch, image_places
 from megaresume.cluster.training.launch import Arguments
 from megaresume.stream.errors import SetupError, UsageError
 
-#: wavelengths of the sines: from four heights of the image to a fraction of a small patch.
+#: wavelengths of the sines: from several heights of the image to a fraction of a small patch.
 _LONGEST, _SHORTEST = 8.0, 0.06
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """The output of an image processor, as far as the model must know it."""
+    """The shape of an image processor's output, as the model needs it."""
 
-    #: F: numbers of a patch, 3 * P * P.
+    #: F: values in a patch, 3 * P * P.
     patch_features: int
-    #: M: patches of a side of the square that becomes one token.
+    #: M: edge, in patches, of the square that becomes one token.
     merge: int
-    #: P: side of the patches that tiles [k, 3, height, width] are cut into, in pixels; None if the processor has cut.
+    #: P: edge of the patches that tiles [k, 3, height, width] are cut into, in pixels; None if the processor cuts.
     patch_size: int | None
 
 
 class _TransformerBlock(nn.Module):
-    """A layer, normalised before attention and MLP."""
+    """A layer with normalisation before attention and MLP."""
 
     def __init__(self, hidden_size: int, num_heads: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _TransformerBlock(nn.Module):
         self.up, self.down = nn.Linear(hidden_size, 4 * hidden_size), nn.Linear(4 * hidden_size, hidden_size)
 
     def forward(self, x: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-        """x: [n, L, H]; allowed: bool[n, 1, 1, L], True at patches, False at padding."""
+        """x: [n, L, H]; allowed: bool[n, 1, 1, L], True for patches, False for padding."""
         n, length, width = x.shape
         # [3, n, heads, L, H / heads]
         q, k, v = self.qkv(self.norm_attention(x)).view(n, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
@@ -73,7 +73,7 @@ class ImageModel(nn.Module):
     """Vision transformer and projector.
 
     Args:
-        shape: of what the image processor gives.
+        shape: of the image processor's output.
         num_layers, hidden_size, num_heads: of the transformer.
         output_size: hidden size of the language model.
     """
@@ -91,12 +91,12 @@ class ImageModel(nn.Module):
         self.projector = nn.Sequential(nn.Linear(merged, output_size), nn.GELU(), nn.Linear(output_size, output_size))
 
     def forward(self, patches: torch.Tensor, grids: list[tuple[int, int]]) -> torch.Tensor:
-        """Encode.
+        """Encode images.
 
         Args:
-            patches: float[K, F], image by image; within one, square after square of M * M patches, squares and
-                patches of a square each row by row.
-            grids: rows and columns of patches of each image; their products add up to K.
+            patches: float[K, F], by image; within an image by squares of M * M patches; squares, and patches within a
+                square, row by row.
+            grids: rows and columns of patches of each image; the products add up to K.
 
         Returns:
             [K / M**2, output size], in the order of the squares.
@@ -116,14 +116,14 @@ class ImageModel(nn.Module):
 
 
 def _places(rows: int, columns: int, merge: int) -> torch.Tensor:
-    """The row and column of the centre of each patch, in heights of the image: float32[rows * columns, 2]."""
+    """Row and column of the centre of each patch, in heights of the image: float32[rows * columns, 2]."""
     grid = torch.stack(torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij"), dim=-1)
     squares = grid.view(rows // merge, merge, columns // merge, merge, 2).transpose(1, 2)
     return (squares.reshape(-1, 2) + 0.5) / rows
 
 
 def _sines(places: torch.Tensor, width: int) -> torch.Tensor:
-    """The sines and cosines of both coordinates: float32[K, width]."""
+    """Sines and cosines of both coordinates: float32[K, width]."""
     steps = torch.arange(width // 4) / max(width // 4 - 1, 1)
     waves = 2 * math.pi / (_LONGEST * (_SHORTEST / _LONGEST) ** steps)
     angles = (places[:, :, None] * waves).flatten(1)
@@ -136,9 +136,9 @@ class Images:
 
     #: float32[sum k, ...]: patches [K, F], or tiles [k, 3, height, width].
     pixels: torch.Tensor
-    #: int64[n, 3], on the CPU: frames, rows and columns of patches, where the processor gives patches.
+    #: int64[n, 3], on the CPU: frames, rows and columns of patches, if the processor returns patches.
     grids: torch.Tensor
-    #: int64[image tokens] each: where in the batch each image token stands.
+    #: int64[image tokens] each: row and column of each image token in the batch.
     rows: torch.Tensor
     columns: torch.Tensor
 
@@ -155,7 +155,7 @@ class Images:
 
 
 def encoders_of(sources: Sequence[Any]) -> list[Any]:
-    """The encoders of the image sources among these."""
+    """The encoders of the image sources among these sources."""
     return [source.encoder for source in sources if getattr(source, "encoder", None) is not None]
 
 
@@ -163,7 +163,7 @@ def image_encoder(args: Arguments, sources: Sequence[Any]) -> Any | None:
     """The encoder of the image sources of a blend; None if the data has no images.
 
     Raises:
-        UsageError: the data has images and the model no vision encoder, or the other way round.
+        UsageError: the data has images and the model has no vision encoder, or vice versa.
     """
     encoders = encoders_of(sources)
     if encoders and args.vision_num_layers is None:
@@ -184,13 +184,13 @@ def image_encoder(args: Arguments, sources: Sequence[Any]) -> Any | None:
 
 
 def with_vision(args: Arguments, language: Any, encoder: Any, device: torch.device) -> VisionLanguageModel:
-    """Put a vision encoder before a GPTModel; its weights follow from ``args.seed``.
+    """Put a vision encoder in front of a GPTModel; its weights depend on ``args.seed``.
 
     Args:
-        args: the flags; those of vision are given.
+        args: the flags, including those for vision.
         language: the GPTModel of this rank.
         encoder: of the data's image sources.
-        device: where it will train.
+        device: for training.
 
     Raises:
         SetupError: the encoder's image processor does not fit.
@@ -209,14 +209,14 @@ def with_vision(args: Arguments, language: Any, encoder: Any, device: torch.devi
 
 
 def vision_shape(processor: Any, patch_size: int) -> VisionShape:
-    """Try an image processor, to find out what the model must know of it.
+    """Try an image processor to find out the shape of its output.
 
     Args:
         processor: of the encoder of the data's image sources.
-        patch_size: P, for processors that give tiles.
+        patch_size: P, for processors that return tiles.
 
     Raises:
-        SetupError: its output does not fit this program's vision encoder.
+        SetupError: the output does not fit this program's vision encoder.
     """
     import numpy as np
     from PIL import Image
@@ -249,11 +249,11 @@ def vision_shape(processor: Any, patch_size: int) -> VisionShape:
 
 
 class VisionLanguageModel(nn.Module):
-    """A vision encoder before a GPTModel.
+    """A vision encoder in front of a GPTModel.
 
     Args:
         language: the GPTModel of this rank.
-        vision: encoder and projector; the same weights on all tensor-parallel ranks.
+        vision: encoder and projector, with the same weights on all tensor-parallel ranks.
     """
 
     def __init__(self, language: Any, vision: ImageModel) -> None:
@@ -268,12 +268,12 @@ class VisionLanguageModel(nn.Module):
         labels: torch.Tensor | None = None,
         images: Images | None = None,
     ) -> torch.Tensor:
-        """Compute the model's output as GPTModel does.
+        """Compute the output of GPTModel.
 
         Args:
             tokens, position_ids, labels: int64[m, S].
-            attention_mask: bool[m, 1, S, S], True where attention is not allowed.
-            images: of the micro-batch; None or without any: a blank one stands in for gradients.
+            attention_mask: bool[m, 1, S, S], True where attention is forbidden.
+            images: of the micro-batch; None or empty: a blank one is used, so that parameters have gradients.
 
         Returns:
             float[m, S] token losses; without labels float[m, S, vocabulary] logits.
@@ -293,9 +293,9 @@ class VisionLanguageModel(nn.Module):
 
 
 def _sequences(images: Images, shape: VisionShape) -> tuple[torch.Tensor, list[tuple[int, int]]]:
-    """Patches float[K, F], and rows and columns of every sequence of patches that attends to itself."""
+    """Patches float[K, F], with rows and columns of every sequence of patches that attend to each other."""
     if images.pixels.ndim == 2:
-        # One sequence a frame.
+        # One sequence per frame.
         return images.pixels, [(rows, columns) for t, rows, columns in images.grids.tolist() for _ in range(t)]
     assert shape.patch_size is not None
     tiles, size, merge = images.pixels, shape.patch_size, shape.merge
