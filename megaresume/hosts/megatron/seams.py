@@ -1,7 +1,7 @@
 """The names in Megatron that we wrap: what, where, why, and what it means when one is missing.
 
 All of them are looked up when they are called, as globals of the module that is named here or by name from there, and
-have kept their names and their place since core 0.8. ``docs/launcher.md`` shows this table.
+have kept their names and their place since core 0.8. ``docs/megatron-launcher.md`` shows this table.
 
 And the errors of `megaresume.hosts.megatron.calls`: which of these names training should have called, and what it calls
 instead.

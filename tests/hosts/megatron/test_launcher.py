@@ -297,7 +297,7 @@ def test_children_load_next_to_nothing(tmp_path):
 
 
 def test_the_document_shows_the_table():
-    document = Path(__file__).parents[3].joinpath("docs", "launcher.md").read_text()
+    document = Path(__file__).parents[3].joinpath("docs", "megatron-launcher.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| ([\w-]+(?:, [\w-]+)*) \| (.+) \|$", document, re.MULTILINE)
     short = {"megatron-lm": "LM", "megatron-deepspeed": "DS", "bigscience": "BS"}
     expected = [(f"{seam.role}.{seam.name}", ", ".join(short[kind] for kind in seam.kinds), seam.why) for seam in SEAMS]

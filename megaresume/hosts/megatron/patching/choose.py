@@ -232,7 +232,7 @@ def refusal(script: Script, recipe: Recipe, headline: str, *, found: str, expect
         expected=expected,
         cause=cause,
         action=f"change it by hand ({recipe.by_hand}); leave the script as it is: torchrun -m megaresume.run "
-        f"{script.name} ...; or, if the function is one of another module, write a recipe (docs/launcher.md)",
+        f"{script.name} ...; or, if the function is one of another module, write a recipe (docs/megatron-launcher.md)",
     )
 
 
@@ -269,7 +269,7 @@ def _none(script: Script, reasons: dict[str, str]) -> PatchError:
     else:
         action = (
             "if its Megatron is one of docs/tried.md, use the launcher, which needs no recipe: "
-            f"torchrun -m megaresume.run {script.name} ...; else write a recipe (docs/launcher.md)"
+            f"torchrun -m megaresume.run {script.name} ...; else write a recipe (docs/megatron-launcher.md)"
         )
     return PatchError(
         f"{script.name}: no recipe fits",

@@ -1,4 +1,4 @@
-"""Recipes: what one is, how its YAML is read, and where the shipped ones are. ``docs/launcher.md`` explains every key.
+"""Recipes: what one is, how its YAML is read, and where the shipped ones are. ``docs/megatron-launcher.md`` explains every key.
 
 A patch leaves a comment: which recipe, and the changed lines, as they were and as they are.
 
@@ -179,7 +179,7 @@ def read_recipe(path: Path) -> Recipe:
             found=error.found,
             expected=error.expected,
             cause=error.cause or "a slip in the recipe",
-            action=f"correct line {line}; docs/launcher.md describes every key",
+            action=f"correct line {line}; docs/megatron-launcher.md describes every key",
         ) from error
     return recipe
 

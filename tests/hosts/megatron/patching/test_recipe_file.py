@@ -12,7 +12,7 @@ from megaresume.hosts.megatron.patching.recipe import find_recipe, read_recipe, 
 from megaresume.stream.errors import ConfigError, UsageError
 from tests.hosts.megatron.patching.conftest import patch
 
-DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "launcher.md"
+DOCUMENT = Path(__file__).resolve().parents[4] / "docs" / "megatron-launcher.md"
 OWN = next(text for text in re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) if "name:" in text)
 SCRIPT = next(text for text in re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL) if "launch(" in text)
 
