@@ -51,7 +51,7 @@ def run(title: str, directory: Path, **variables: str) -> None:
     }
     home, log = directory / "home", directory / "log"
     home.mkdir()
-    script = "set -euo pipefail\n" + "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+    script = "set -eu\n" + "".join(re.findall(r"^```bash\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
     with open(log, "w") as file:  # not a pipe, which killed programs' workers would hold open
         process = subprocess.Popen(
             ["bash", "-c", script], cwd=home, env=env, stdout=file, stderr=file, start_new_session=True
