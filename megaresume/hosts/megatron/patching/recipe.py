@@ -1,4 +1,4 @@
-"""Recipes: what one is, how its YAML is read, and where the shipped ones are. ``docs/megatron-launcher.md`` has its keys.
+"""Recipes: what one is, how its YAML is read, where the shipped ones are. ``docs/megatron-launcher.md`` has its keys.
 
 A patch leaves a comment: which recipe, and the changed lines, as they were and as they are.
 
