@@ -1,8 +1,8 @@
-"""`Chooser`: what all ranks load. Rank 0 decides, and every rank sees the same there.
+"""`Chooser`: what all ranks load. Rank 0 decides, and every rank checks that it sees the same.
 
-rank 0   `choose` in the root, and where its copies are; a checkpoint on the store alone is brought
+rank 0   `choose` in the root, and in its copies; a checkpoint that is only in the store is fetched
 all      `confirm_choice`: the files that this rank would read are those of the choice
-all      checksums of what was chosen; a damaged one is passed over, and rank 0 decides again
+all      checksums of the choice; a damaged one is skipped, and rank 0 decides again
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from megaresume.checkpoint.starts import restore_if_unlocked, restore_older
 
 log = logging.getLogger(__name__)
 
-#: decides what to load: given where the copies are, and the tag directories that could not be read, with the reasons.
+#: decides what to load, given the place of the copies, and the tag directories that could not be read, with reasons.
 #: None if there is no checkpoint at all.
 Pick = Callable[[Path | None, Mapping[Path, str]], Choice | ForeignCheckpoint | None]
 
 
 class Chooser:
-    """See above.
+    """Chooses what all ranks load.
 
     Args:
-        host: what trains; it may need some files of a checkpoint only (`ReadsSome`).
+        host: the trainer; it may need only some files of a checkpoint (`ReadsSome`).
         roots: the directories of this process, with their copies.
-        replay: the steps that are trained again: its checkpoint is chosen, whatever is asked for.
-        checksums: compare those of the files with the manifest.
+        replay: the steps to repeat: their checkpoint is chosen, whatever else is requested.
+        checksums: compare the files' checksums with the manifest.
     """
 
     def __init__(self, host: Host, roots: Roots, replay: Replay | None, *, checksums: bool) -> None:
@@ -57,7 +57,7 @@ class Chooser:
             found, place = self._decide(root, self._pick(root, pick), passed)
             if isinstance(found, ForeignCheckpoint):
                 return None, None
-            # Each rank looks where it would read itself: its path may be another mount, or show what rank 0's does not.
+            # Each rank looks at its own path: that may be another mount, or show files that rank 0's does not.
             choice = None if found is None else replace(found, load_dir=place)
             beside = on_all_ranks(functools.partial(confirm_choice, place, choice))
             if choice is None or (reason := self._damage(root, choice)) is None:
@@ -81,7 +81,7 @@ class Chooser:
     def _decide(
         self, root: Path, pick: Pick, passed: dict[Path, str]
     ) -> tuple[Choice | ForeignCheckpoint | None, Path]:
-        """What is chosen, on every rank as rank 0 names it, and the root that holds it as this rank names it."""
+        """The choice, on every rank as rank 0 names it, and the root that contains it, as this rank names it."""
         copies, parts = self._roots.copies_of(root), self._roots.parts_of(root)
         roots = [root] if copies is None else [root, copies.shared]
 
@@ -104,14 +104,14 @@ class Chooser:
         return on_rank_0_for_long(in_store, "brought a checkpoint from the store"), root
 
     def _put_back(self, root: Path) -> None:
-        """What a killed save has left aside of an older one."""
+        """Restore an older checkpoint that a killed save moved aside."""
         if self._roots.holds_lock_of(root):
             restore_older(root)
         elif self._replay is None and has_older(root):
             restore_if_unlocked(root)
 
     def _damage(self, root: Path, choice: Choice) -> str | None:
-        """Why it cannot be read; None if it can. What a node has brought was compared on the way."""
+        """Why the choice cannot be read; None if it can. What a node fetched was verified on the way."""
         is_compared = self._roots.parts_of(root) is not None
         return None if is_compared or not self._checksums else find_damage(choice)
 
@@ -132,7 +132,7 @@ class Chooser:
 
 
 def run_of_another_time(root: Path) -> Path | None:
-    """The newest directory with records of a run whose name differs by its digits alone, if they may be a time."""
+    """The newest directory with a run's records whose name differs only in digits, if these may be a time."""
     shape = re.sub(r"\d", "0", root.name)
     if shape.count("0") < len("20261231"):
         return None

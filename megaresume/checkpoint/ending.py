@@ -1,14 +1,14 @@
-"""How a training process ends: what is wrong is said once a job; and a program that went well ends with its status.
+"""How a training process ends: an error is printed once per job; a successful program ends with its status.
 
-Where megaresume refuses something, a training process ends with a message without a traceback, once a job. The
-launcher catches the error itself; in a user's script an exception hook stands in its place, from the first use of a
-name of `megaresume` on. Exit status 1 on both. Errors of others keep their tracebacks, and so does one of the user's
-code that made us refuse.
+When megaresume refuses something, a training process ends with a message without a traceback, once per job. The
+launcher catches the error itself; in a user's script, an exception hook does, from the first use of a name of
+`megaresume` on. Exit status 1 in both cases. Other errors keep their tracebacks, as does one in the user's code that
+caused the refusal.
 
-    all ranks found it together            rank 0 says it, while the others wait
-    each for itself, in a process group    the first to sign the group's store
-    before there is one                    rank 0; the others wait for their launcher to end them, and then say it too,
-                                           unless it was said on their node in the same step of srun, which ends nobody
+    all ranks found it together            rank 0 prints it, while the others wait
+    each by itself, in a process group     the first rank to sign the group's store
+    without a group                        rank 0; the others wait for their launcher to end them, then print it too,
+                                           unless it was printed on their node in this step of srun, which ends nobody
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from types import TracebackType
 from megaresume.checkpoint.ranks import is_known_to_all, is_rank_0, on_rank_0, shared_store
 from megaresume.stream.errors import MegaresumeError
 
-#: Seconds that a rank waits for the others, where all of them should have found the same error.
+#: Seconds that a rank waits for the others, if all of them should have found the same error.
 END_PATIENCE = 30.0
-#: seconds that rank 0 is ahead of the others; that a rank stays once it was said, so that they learn it.
+#: seconds of rank 0's head start; seconds that a rank stays after printing, so that the others find out.
 _AHEAD, _STAY = 1.0, 2.0
-#: variables that tell a process which rank it is.
+#: variables that hold a process's rank.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
@@ -44,9 +44,9 @@ _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obj
 
 @functools.cache
 def show_refusals() -> None:
-    """From now on an uncaught error of megaresume ends the process as under the launcher. The second call does nothing.
+    """From now on, an uncaught error of megaresume ends the process as under the launcher. A second call does nothing.
 
-    Every other exception goes to the ``sys.excepthook`` that was there at the first call.
+    Every other exception goes to the ``sys.excepthook`` of the first call.
     """
     sys.excepthook = _hook(sys.excepthook)
 
@@ -54,7 +54,7 @@ def show_refusals() -> None:
 def _hook(before: _Hook) -> _Hook:
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, MegaresumeError):
-            end(error)  # it returns where Python may end by itself, with exit status 1
+            end(error)  # it returns if Python can exit by itself, with status 1
         else:
             before(kind, error, trace)
 
@@ -62,25 +62,25 @@ def _hook(before: _Hook) -> _Hook:
 
 
 def end(error: MegaresumeError) -> int:
-    """Say once what is wrong, and end this rank so that its launcher ends the others.
+    """Print an error once, and end this rank so that its launcher ends the others.
 
     Returns:
-        the exit status, if there is no process group; if there is one, the process ends here.
+        the exit status, if there is no process group; with one, the process ends here.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         say(error)
         return 1
     try:
-        # Where all ranks are, none may end before rank 0 has said why: its launcher would end rank 0.
+        # If all ranks are here, none may end before rank 0 has printed why: its launcher would end rank 0.
         _with_others(error, on_rank_0 if is_known_to_all(error) else functools.partial(_say_if_first, error))
     finally:
-        # A rank that waits for the others at its exit keeps the launcher from ending them.
+        # A rank that waits for the others while exiting keeps the launcher from ending them.
         os._exit(1)
 
 
 def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], None]) -> None:
-    """Let one rank of the group say it. This one does if the others do not answer.
+    """Let one rank of the group print it. This one does if the others do not answer.
 
     A rank that was killed, or whose script caught the error, never comes: the group would wait for its own timeout.
     """
@@ -109,7 +109,7 @@ def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], N
 
 
 def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:
-    """Other ranks may have found the same by themselves."""
+    """Print it if no other rank, which may have found the same by itself, did so first."""
     if not is_rank_0():
         time.sleep(_AHEAD)
     if shared_store().add(f"megaresume/refused/{_key(error)}", 1) == 1:
@@ -122,16 +122,16 @@ def _key(error: MegaresumeError) -> str:
 
 
 def say(error: MegaresumeError) -> None:
-    """The first rank says it; one that is alone with its error says it a little later.
+    """Print an error: the first rank at once; others, which may be alone with theirs, a little later.
 
-    Where all have found the same, their launcher has ended the others by then.
+    If all have found the same, their launcher has ended the others by then.
     """
     rank = next((int(os.environ[name]) for name in _RANKS if os.environ.get(name, "").isdecimal()), 0)
     is_first_of_node = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
     if rank != 0:
         time.sleep(2 if is_first_of_node else 4)
     if (mark := _mark(error)) is not None:
-        with contextlib.suppress(OSError):  # a full disk must not cost us the message
+        with contextlib.suppress(OSError):  # a full disk must not suppress the message
             try:
                 mark.touch(exist_ok=False)
             except FileExistsError:
@@ -140,9 +140,9 @@ def say(error: MegaresumeError) -> None:
 
 
 def _mark(error: MegaresumeError) -> Path | None:
-    """A file that is there when a task of this step of srun has said it on this node; None: srun has not started this.
+    """A file that exists once a task of this srun step has printed it on this node; None if not started by srun.
 
-    Steps have numbers that are never used again, so none is left by another one.
+    Step numbers are never reused, so no other step can have left it.
     """
     env = os.environ
     with contextlib.suppress(OSError):
@@ -153,15 +153,15 @@ def _mark(error: MegaresumeError) -> Path | None:
 
 
 def _print(error: MegaresumeError, who: str = "") -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not cost us the message
+    with contextlib.suppress(OSError, ValueError):  # a closed stdout must not suppress the message
         sys.stdout.flush()
-    # torch's hook calls the one before it with a buffer for stderr, and we do not come back to it.
+    # torch's hook calls the previous one with a buffer as stderr, and we do not return to it.
     stream = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
     print(f"{_user_traceback(error)}megaresume: error: {who}{error}", file=stream, flush=True)
 
 
 def _user_traceback(error: MegaresumeError) -> str:
-    """The traceback of the user's code whose exception is the cause; "" if the cause is not in user code."""
+    """The traceback of the user's code that raised the cause; "" if the cause is not in user code."""
     cause = error.__cause__
     while isinstance(cause, MegaresumeError):
         cause = cause.__cause__
@@ -170,23 +170,23 @@ def _user_traceback(error: MegaresumeError) -> str:
     frames = traceback.extract_tb(cause.__traceback__)
     own = [number for number, frame in enumerate(frames, 1) if frame.filename.startswith(_OURS)]
     below = frames[max(own, default=0) :]
-    if all(frame.filename.startswith(("<", _OURS, *_INSTALLED)) for frame in below):  # none of it is the user's
+    if all(frame.filename.startswith(("<", _OURS, *_INSTALLED)) for frame in below):  # not in the user's code
         return ""
     lines = ["Traceback (most recent call last):\n", *traceback.format_list(below)]
     return "".join([*lines, *traceback.format_exception_only(cause)])
 
 
 _OURS = str(Path(__file__).parents[2]) + os.sep
-#: of Python itself, and of what is installed.
+#: Python itself, and installed packages.
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def run_program(main: Callable[[], int]) -> None:
-    """Run a program and end the process with its status, as Python does, but for taking the interpreter apart.
+    """Run a program and end the process with its status, as Python does, but without finalizing the interpreter.
 
-    Threads of gloo's drop the tensors of the last collectives of a script, and need Python for that: if it is ending by
-    then, torch aborts the process, after a run that went well (pytorch#190489). An exception that the program leaves to
-    Python ends as ever.
+    gloo's threads drop the tensors of a script's last collectives, and need Python for that: if it is already
+    finalizing, torch aborts the process, after a successful run (pytorch#190489). An exception that the program leaves
+    to Python ends as usual.
     """
     try:
         status: object = main()

@@ -1,7 +1,7 @@
-"""A framework's error about the files of a checkpoint, as one that names the checkpoint and the way out.
+"""Turns a framework's error about checkpoint files into one that names the checkpoint and the next action.
 
-"PytorchStreamReader failed reading zip archive" says neither. A rank that fails inside a framework is alone with it:
-the others wait in a collective, and its launcher ends them.
+"PytorchStreamReader failed reading zip archive" does neither. A rank that fails inside a framework is alone with its
+error: the others wait in a collective, and its launcher ends them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @contextmanager
 def writing(tag_dir: Path) -> Iterator[None]:
-    """Around a host's save. Raises CheckpointError in place of what is raised inside."""
+    """Wrap a host's save. Raises CheckpointError instead of the errors inside."""
     try:
         yield
     except Exception as error:
@@ -43,7 +43,7 @@ def writing(tag_dir: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(choice: Choice) -> Iterator[None]:
-    """Around a host's load of what was chosen. Raises CheckpointError in place of what is raised inside."""
+    """Wrap a host's load of a choice. Raises CheckpointError instead of the errors inside."""
     try:
         yield
     except Exception as error:
@@ -67,14 +67,15 @@ def _unreadable(choice: Choice, found: str) -> CheckpointError:
 
 
 class DamagedError(CheckpointError):
-    """Files of a checkpoint cannot be read, on one rank at least. Raised by all of them: an older one may do."""
+    """Raised on all ranks if one cannot read files of a checkpoint: an older one may be intact."""
 
     tag_dir: Path
 
 
 def read_undamaged(read: Callable[[Mapping[Path, str]], T]) -> T:
-    """Read what can be read: ``read`` is told the tag directories that could not be, with the reasons, and passes them
-    over. On every rank. Raises what ``read`` does."""
+    """Call ``read`` on every rank until nothing is damaged: it gets the tag directories that could not be read, with
+    the reasons, and must skip them. Raises what ``read`` does.
+    """
     damaged: dict[Path, str] = {}
     while True:
         try:
@@ -86,27 +87,27 @@ def read_undamaged(read: Callable[[Mapping[Path, str]], T]) -> T:
 
 
 class OtherSaveError(Exception):
-    """A file of a checkpoint, of the right name and size, was written by another save."""
+    """Raised if a file of a checkpoint, with the right name and size, was written by another save."""
 
 
-#: what torch and the formats below it say of a file that is not what was written.
+#: errors of torch, and of the formats that it uses, for a file that is not as it was written.
 _DAMAGE = re.compile(
     r"PytorchStreamReader|zip archive|unpickl|pickle data|invalid load key|Ran out of input|corrupt", re.I
 )
 
 
 def read_on_all_ranks(read: Callable[[], T], choice: Choice, meeting: Meeting | None = None) -> T:
-    """Run a framework's load. On every rank.
+    """Run a framework's load, on every rank.
 
     Args:
         read: the load.
         choice: what it loads.
-        meeting: at whose gates ``read`` waits before the framework's collectives; None: at none. Then a rank that is
-            in one of them learns of a failure only when that ends.
+        meeting: ``read`` waits at its gates before the framework's collectives; None: it does not. Then a rank inside
+            one of them only learns of a failure when that ends.
 
     Raises, on every rank:
-        DamagedError: a rank could not read a file whose checksum was not compared before.
-        CheckpointError: a rank failed for another reason; what it was is raised on that rank.
+        DamagedError: a rank could not read a file whose checksum had not been verified.
+        CheckpointError: a rank failed for another reason; that rank raises its own error.
         LostRankError: a rank has ended.
     """
     meeting = meeting or Meeting("load_checkpoint()")
@@ -132,17 +133,17 @@ def read_on_all_ranks(read: Callable[[], T], choice: Choice, meeting: Meeting | 
 
 
 def is_damage(error: BaseException, choice: Choice) -> bool:
-    """Whether an error of a framework's load says that a file is not what was written."""
+    """Whether an error of a framework's load means that a file is not as it was written."""
     if isinstance(error, OtherSaveError) or (isinstance(error, OSError) and error.errno == errno.EIO):
         return True
     if choice.manifest is not None and choice.manifest.has_checksums:
-        return False  # compared: it is the model that does not fit
+        return False  # verified: it is the model that does not fit
     if isinstance(error, (EOFError, pickle.UnpicklingError)) or _DAMAGE.search(str(error)) is not None:
         return True
     return isinstance(error, _OF_PICKLES) and _raised_in(error) == "torch.serialization"
 
 
-#: what an unpickler also raises of other bytes, by the kind of what it takes them for.
+#: what an unpickler also raises for damaged bytes, depending on what it takes them for.
 _OF_PICKLES = (ValueError, LookupError, OverflowError, TypeError)
 
 
@@ -155,14 +156,14 @@ def _raised_in(error: BaseException) -> str | None:
 
 
 def _is_known(error: Exception) -> bool:
-    """Whether an error explains itself: ours, or a lost connection, of which the rank that is gone says why."""
+    """Whether an error explains itself: ours, or a lost connection, which the rank that is gone explains."""
     dist = sys.modules.get("torch.distributed")
     is_broken = dist is not None and isinstance(error, dist.DistError)
     return isinstance(error, MegaresumeError) or is_broken or "gloo" in str(error)
 
 
 def _words(error: BaseException) -> str:
-    # torch's CheckpointException, or an error made of it: rank -> (error, where).
+    # torch's CheckpointException, or an error made from it: rank -> (error, where).
     for failed in (error, error.__cause__):
         for number, (cause, _) in sorted(getattr(failed, "failures", {}).items()):
             return f"rank {number}: {_words(cause)}"

@@ -3,7 +3,7 @@
     keep_last: int | None = setting(None, "keep the newest K", metavar="K", hosts="megatron training")
 
     attach(engine, data, checkpoints=Checkpoints(keep_last=3))   the field itself
-    --megaresume-keep-last 3                                     of the hosts that are named: `add_settings`
+    --megaresume-keep-last 3                                     on the hosts named: `add_settings`
 
 A program's own flags are fields too: ``micro_batch_size: int = flag(...)`` is ``--micro-batch-size``.
 """
@@ -21,15 +21,15 @@ from megaresume.stream.arguments import checked
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
-#: whose command line has a flag for a setting: a script of Megatron, or one with Hugging Face's Trainer (under the
-#: launcher), `megaresume.cluster.training`, ``megaresume plan``.
+#: the command lines with flags for settings: a script of Megatron; one with Hugging Face's Trainer (under the
+#: launcher); `megaresume.cluster.training`; ``megaresume plan``.
 CommandLine = Literal["megatron", "trainer", "training", "plan"]
-#: of the flags of settings.
+#: the prefix of flags for settings.
 PREFIX = "--megaresume-"
 
 
 def flag(default: Any = None, help: str = "", **options: Any) -> Any:
-    """A field that is a flag of one program. ``options`` go to ``argparse.ArgumentParser.add_argument``."""
+    """A field that is a flag of one program. ``options`` are passed to ``argparse.ArgumentParser.add_argument``."""
     return dataclasses.field(default=default, metadata={"help": help, "options": options})
 
 
@@ -47,9 +47,9 @@ def setting(
     Args:
         default: of the field, and of its flags.
         help: one sentence, for flags, docs and docstrings.
-        hosts: on whose command lines it is a flag.
-        flag: its name there, without the prefix; default: that of the field.
-        refused: on whose command lines the flag is refused, and why.
+        hosts: the command lines on which it is a flag.
+        flag: its name there, without the prefix; default: the field's.
+        refused: command lines on which the flag is refused -> why.
         options: as for `flag`.
     """
     metadata = {"help": help, "options": options, "hosts": tuple(hosts.split()), "flag": flag, "refused": refused}
@@ -57,7 +57,7 @@ def setting(
 
 
 def described(cls: type[T]) -> type[T]:
-    """Give a dataclass of settings the check of what it is made with, and its docstring a line for each."""
+    """Add type checks to a dataclass of settings, and a line for each setting to its docstring."""
     lines = [f"    {field.name}: {field.metadata['help']}." for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     first, *rest = (cls.__doc__ or "").rstrip().split("\n\n")
     cls.__doc__ = "\n\n".join([first, "\n".join(["    Args:", *(f"    {line}" for line in lines)]), *rest])
@@ -65,18 +65,18 @@ def described(cls: type[T]) -> type[T]:
 
 
 def group(cls: type[Any]) -> Any:
-    """A field that holds a dataclass of settings, each of them with a flag if ``training`` is one of its hosts."""
+    """A field with a dataclass of settings; those that have ``training`` as a host get a flag."""
     return dataclasses.field(default_factory=cls, metadata={"group": cls})
 
 
 def flag_of(field: dataclasses.Field[Any]) -> str:
-    """``--megaresume-keep-last`` of a setting."""
+    """The flag of a setting, such as ``--megaresume-keep-last``."""
     return PREFIX + (field.metadata["flag"] or field.name).replace("_", "-")
 
 
 def add_settings(parser: Any, cls: type[Any], host: CommandLine) -> None:
-    """Add the flags that a host has for a dataclass of settings; to those of other people's scripts in both spellings,
-    without defaults, so that what was not said can be told apart.
+    """Add a host's flags for a dataclass of settings; to other people's scripts in both spellings and without defaults,
+    so that flags that were not given can be told apart.
     """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
@@ -100,7 +100,7 @@ def add_settings(parser: Any, cls: type[Any], host: CommandLine) -> None:
 
 
 def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
-    """Add a flag for every field; the default of each stands in its help."""
+    """Add a flag for every field, with its default in the help."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if "group" in field.metadata:
@@ -114,7 +114,7 @@ def add_flags(parser: argparse.ArgumentParser, cls: type[Any]) -> None:
 
 
 class _Refuse(argparse.Action):
-    """The action of a flag that this program cannot have; ``const`` says why."""
+    """The action of a flag that this program does not support; ``const`` is the reason."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
         parser.error(f"{self.option_strings[0]} cannot be used here: {self.const}")
@@ -131,7 +131,7 @@ def _options(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _scalar(hint: Any) -> Any:
-    """The type of one word of a field: ``int`` for ``int | None`` and for ``tuple[int, ...]``."""
+    """The type of one word in a field's value: ``int`` for ``int | None`` and for ``tuple[int, ...]``."""
     arguments = [a for a in typing.get_args(hint) if a is not type(None) and a is not Ellipsis]
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) in (typing.Union, tuple):
         return _scalar(arguments[0])
@@ -146,7 +146,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
-    """Parse words into a ``cls``. ``--some_flag`` is ``--some-flag``; abbreviations are refused.
+    """Parse words into a ``cls``. ``--some_flag`` means ``--some-flag``; abbreviations are refused.
 
     Raises:
         UsageError: an unknown flag or a bad value.
@@ -169,15 +169,15 @@ def parse_flags(cls: type[T], argv: Sequence[str], *, prog: str, description: st
 def take_settings(
     groups: Mapping[str, type[Any]], host: CommandLine, argv: Sequence[str]
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """The settings in the command line of another program, and the words that are not ours.
+    """Extract our settings from the command line of another program; returns these, and the words that are not ours.
 
     Args:
         groups: dataclasses of settings, by name.
-        host: whose command line it is.
+        host: the kind of command line.
         argv: without the program.
 
     Returns:
-        group -> field -> value, of the fields of which something was said; the other words, in their order.
+        group -> field -> value, for the fields that were given; the other words, in order.
 
     Raises:
         UsageError: a flag of ours that this host does not have, or a bad value.

@@ -1,13 +1,13 @@
-"""The generators of a process that training may draw from implicitly: their states, taken, put back, as plain JSON.
+"""The generators of a process that training may use implicitly: takes and restores their states, as plain JSON.
 
     python           random
-    numpy            numpy.random, the old global generator
+    numpy            numpy.random, the legacy global generator
     torch            torch's generator on the CPU
-    cuda, xpu, ...   torch's generator of the device that the engine uses
-    deepspeed:NAME   those of DeepSpeed's activation checkpointing, where a program has made some
+    cuda, xpu, ...   torch's generator of the engine's device
+    deepspeed:NAME   those of DeepSpeed's activation checkpointing, if a program created any
     megatron:NAME    those of Megatron's tensor-parallel layers, likewise
 
-Generators that a program makes for itself (``torch.Generator()``, ``numpy.random.default_rng()``) cannot be found.
+Generators that a program creates itself (``torch.Generator()``, ``numpy.random.default_rng()``) cannot be found.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from megaresume.stream.errors import StateError
 #: by name: ``random.getstate()``, ``numpy.random.get_state(legacy=False)``, uint8 tensors of torch's, or a count.
 Snapshot = dict[str, Any]
 
-#: where trackers of generators live, if a program has imported them; all with the same methods.
+#: modules with trackers of generators, if a program has imported them; all trackers have the same methods.
 _TRACKERS = {
     "deepspeed": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "megatron": "megatron.core.tensor_parallel.random",
 }
 
 
-#: what the memory of a generator holds, to compare; None: that cannot be told.
+#: the content of a generator's memory, for comparison; None if unknown.
 _Content = tuple[object, ...] | None
 
 
 class _Remembered:
-    """The state of a generator, taken apart again only if its memory has changed.
+    """The state of a generator, extracted again only if its memory has changed.
 
-    Taking apart those of Python and numpy costs 40 µs, and 120 µs in a step whose work has filled the caches; most
-    programs never draw from them while they train. No layout is assumed: bytes are compared with those before, and
+    Extracting those of Python and numpy takes 40 µs, and 120 µs in a step whose work has filled the caches; most
+    programs never use them during training. No memory layout is assumed: bytes are compared with earlier ones, and
     `follows` has tried whether every draw changes them.
 
     Args:
-        get: the state.
-        content: of the memory; None: it cannot be relied on.
+        get: extracts the state.
+        content: reads the memory; None: it cannot be relied on.
     """
 
     def __init__(self, get: Callable[[], Any], content: Callable[[], _Content] | None) -> None:
@@ -58,8 +58,8 @@ class _Remembered:
         self._last: tuple[_Content, Any] = None, None
 
     def take(self) -> Any:
-        """The state: the same object as the last time if nothing was drawn."""
-        # Before the state: what another thread draws in between is seen the next time.
+        """The state: the same object as last time if nothing was drawn."""
+        # Before the state, so that a draw by another thread in between is noticed next time.
         content = None if self._content is None else self._content()
         if content is None:
             return self._get()
@@ -69,7 +69,7 @@ class _Remembered:
 
 
 def follows(content: Callable[[], _Content], *draws: Callable[[], object]) -> bool:
-    """Whether the content changes with every one of these draws, and only then."""
+    """Whether each of these draws changes the content, and nothing else does."""
     for draw in draws:
         before = content()
         if before is None or content() != before:
@@ -81,14 +81,15 @@ def follows(content: Callable[[], _Content], *draws: Callable[[], object]) -> bo
 
 
 def content_of_python(generator: Any) -> Callable[[], _Content]:
-    """The content of a generator of Python's."""
+    """A function that returns the content of a Python generator's memory."""
     memory = _memory(generator, random.Random.__base__)
     return lambda: (memory.raw, generator.gauss_next)
 
 
 def content_of_numpy(generator: Any) -> Callable[[], _Content]:
-    """The content of a generator of numpy's old kind. None if its bits were replaced since, or if they
-    are no Mersenne Twister's: others keep them elsewhere."""
+    """A function that returns the content of a legacy numpy generator's memory; None if its bits were replaced since,
+    or are not a Mersenne Twister's: others store them elsewhere.
+    """
     bits = generator._bit_generator
     own, of_bits = _memory(generator, np.random.RandomState), _memory(bits, np.random.MT19937)
     is_known = type(bits) is np.random.MT19937
@@ -96,7 +97,7 @@ def content_of_numpy(generator: Any) -> Callable[[], _Content]:
 
 
 def _memory(thing: object, kind: Any) -> Any:
-    """What a C object of this type holds, after the reference count and the type. Only while it exists."""
+    """The content of a C object of this type, after reference count and type. Only valid while the object exists."""
     head = object.__basicsize__
     return (ctypes.c_char * (kind.__basicsize__ - head)).from_address(id(thing) + head)
 
@@ -105,7 +106,7 @@ def _memory(thing: object, kind: Any) -> Any:
 def _of_process() -> tuple[_Remembered, _Remembered]:
     """The global generators of Python and numpy."""
     python, numpy = random.Random(0), np.random.RandomState(0)
-    # A second value of a normal distribution is kept beside the bits, which stay when it is drawn.
+    # A second value of a normal distribution is stored beside the bits, which do not change when it is drawn.
     draws_of_python = python.random, *[lambda: python.gauss(0, 1)] * 3
     draws_of_numpy = numpy.random_sample, *[numpy.standard_normal] * 3
     return (
@@ -123,10 +124,10 @@ def _remembered(
 
 
 def take(device: torch.device) -> Snapshot:
-    """The state of every generator of this process. Draws nothing; 3 µs, or 45 if all were drawn from.
+    """The state of every generator of this process. Draws nothing; takes 3 µs, or 45 if all were used.
 
     Args:
-        device: that the engine uses.
+        device: of the engine.
     """
     python, numpy = _of_process()
     snapshot: Snapshot = {
@@ -145,16 +146,17 @@ def take(device: torch.device) -> Snapshot:
 
 @functools.cache
 def _accelerator(device: torch.device) -> tuple[str, Any] | None:
-    """The type of a device and torch's module for it; None: the CPU. Kept, as torch spells a type anew each time: 15 µs
-    in a step whose work has filled the caches."""
+    """The type of a device and torch's module for it; None for the CPU. Cached, as torch builds the type's name each
+    time: 15 µs in a step whose work has filled the caches.
+    """
     return None if device.type == "cpu" else (device.type, torch.get_device_module(device))
 
 
 def put(snapshot: Snapshot, device: torch.device) -> None:
-    """Set every generator that a snapshot and this process both have.
+    """Set every generator that is in a snapshot and in this process.
 
     Raises:
-        StateError: a library does not take the state back.
+        StateError: a library does not accept the state.
     """
     setters: dict[str, Callable[[Any], object]] = {
         "python": random.setstate,
@@ -181,7 +183,7 @@ def put(snapshot: Snapshot, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
-    """What is drawn within it, on the CPU, was never drawn."""
+    """A context after which the generators on the CPU are as before it."""
     before = take(torch.device("cpu"))
     try:
         yield
@@ -202,7 +204,7 @@ def _setter(tracker: Any, label: str) -> Callable[[torch.Tensor], None]:
 
 def _trackers() -> Iterator[tuple[str, Any]]:
     for name, module in _TRACKERS.items():
-        # Megatron's own function would make one, of a kind that the program may not want.
+        # Megatron's own function would create one, of a kind that the program may not want.
         tracker = getattr(sys.modules.get(module), "_CUDA_RNG_STATE_TRACKER", None)
         if tracker is not None and hasattr(tracker, "get_states"):
             yield name, tracker
@@ -225,7 +227,7 @@ def seeded(now: Snapshot, device: torch.device, key: Callable[[str], str]) -> Sn
 
 
 def to_plain(snapshot: Snapshot) -> dict[str, Any]:
-    """Plain JSON; arrays as base64 of their bytes."""
+    """A snapshot as plain JSON; arrays as base64 of their bytes."""
     return {name: _plain(state) for name, state in snapshot.items()}
 
 
@@ -237,7 +239,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, tuple):
-        if len(value) > 100:  # of Python's generator: its words, and where it stands among them
+        if len(value) > 100:  # Python's generator: its words, and the position in them
             return {"words": _base64(np.array(value, np.uint32))}
         return [_plain(item) for item in value]
     return value.item() if isinstance(value, np.generic) else value
@@ -248,10 +250,10 @@ def _base64(array: np.ndarray) -> str:
 
 
 def from_plain(plain: dict[str, Any]) -> Snapshot:
-    """Read what `to_plain` made.
+    """Read the result of `to_plain`.
 
     Raises:
-        ValueError, KeyError, TypeError: something else did.
+        ValueError, KeyError, TypeError: it is something else.
     """
     return {name: _restored(value) for name, value in plain.items()}
 
@@ -271,6 +273,6 @@ def _restored(value: Any) -> Any:
 
 
 def drawn_between(before: Snapshot, after: Snapshot) -> list[str]:
-    """The generators that were drawn from in between."""
+    """The generators that were used between two snapshots."""
     old, new = to_plain(before), to_plain(after)
     return [name for name in new if old.get(name) != new[name]]

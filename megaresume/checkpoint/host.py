@@ -1,6 +1,6 @@
-"""`Host` and `Data`: what a `Session` is told by the framework that trains, and by the data that is trained.
+"""`Host` and `Data`: what the training framework, and the data being trained on, provide to a `Session`.
 
-`Restored`, `Loaded`, `Resume`: what a load reads, what is made of it, and the line that says so, the same under every
+`Restored`, `Loaded`, `Resume`: the results of a load, from reading to the line that is printed, the same for every
 host.
 """
 
@@ -26,83 +26,83 @@ if TYPE_CHECKING:
 
 
 class Host(Protocol):
-    """What trains: DeepSpeed's engine, Megatron, a plain loop. On every rank. See docs/hosts.md."""
+    """The trainer: DeepSpeed's engine, Megatron, a plain loop. On every rank. See docs/hosts.md."""
 
     #: its name and version, for records: ``deepspeed 0.18.2``.
     framework: str
-    #: for errors: how a load can have been forgotten, how to load (from ``{directory}``), how to load weights alone.
+    #: for errors: how a load can be forgotten, how to load (from ``{directory}``), how to load only the weights.
     forgotten: str
     load: str
     begin_anew: str
 
     def iteration(self) -> int:
-        """Optimizer steps made, since the start of the run."""
+        """Optimizer steps since the start of the run."""
 
     def samples(self) -> int:
-        """Samples that those steps have trained, all ranks together."""
+        """Samples trained in these steps, by all ranks together."""
 
     def topology(self) -> Topology:
-        """How the run is laid out now."""
+        """The current layout of the run."""
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
-        """What this rank writes into a tag directory, relative to it; None if not known beforehand."""
+        """The files that this rank writes into a tag directory, relative to it; None if unknown in advance."""
         return None
 
     def settle(self) -> None:
-        """Wait until a save that is written in the background is committed. Collective; raises on every rank."""
+        """Wait until a save in the background is committed. Collective; raises on every rank."""
 
     def is_saving(self) -> bool:
         """Whether a save is being written in the background."""
 
     def committed(self, save_dir: Path) -> None:
-        """A checkpoint was committed, and the pointers name it. On rank 0."""
+        """Called when a checkpoint was committed, and the pointers name it. On rank 0."""
         return
 
 
 @runtime_checkable
 class HasLoggers(Protocol):
-    """A host whose trainer has loggers, which are a sink of figures: a further method of a `Host`."""
+    """A host whose trainer has loggers, as a sink for figures: an optional method of a `Host`."""
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Tell them. On rank 0.
+        """Send figures to the loggers. On rank 0.
 
         Args:
             figures: by name: ``megaresume/source/tokens/web``.
-            step: optimizer steps made.
+            step: optimizer steps done.
         """
 
 
 @runtime_checkable
 class ReadsSome(Protocol):
-    """A host whose ranks do not read all files of a checkpoint: a further method of a `Host`."""
+    """A host whose ranks do not read all files of a checkpoint: an optional method of a `Host`."""
 
     def needed_files(self, choice: Choice) -> Collection[str] | None:
-        """Those that this rank reads, relative to the tag directory; None: perhaps any. On every rank; no collective.
+        """The files that this rank reads, relative to the tag directory; None: maybe all. On every rank; no collective.
 
         Args:
-            choice: what is about to be loaded. Its files are not here yet.
+            choice: about to be loaded; its files may not be here yet.
         """
 
 
 @runtime_checkable
 class GivesLosses(Protocol):
-    """A host that takes the losses of its trainer by itself, as ``metrics="losses"`` asks: a further method."""
+    """A host that collects the losses of its trainer, for ``metrics="losses"``: an optional method."""
 
     def take_losses(self, every: int) -> None:
-        """Give `Meter.losses` those of every so many micro-batches from now on. On every rank.
+        """Pass the losses of every ``every``-th micro-batch to `Meter.losses` from now on. On every rank.
 
         Raises:
-            UsageError: they cannot be had in this way of training.
+            UsageError: they are not available in this kind of training.
         """
 
 
 class Data(Protocol):
-    """What is trained, as the thing whose state a checkpoint carries: a stream, a recorded order, a loader.
+    """The data being trained on, whose state is part of a checkpoint: a stream, a recorded order, a loader.
 
-    A class made from this one has what most have: nothing to prepare, to write, to restore later or to describe.
+    Subclasses inherit what most need: nothing to prepare, to write, to restore later or to describe.
     """
 
-    #: what `next_sample` goes by, if not by the position of whatever reads: for the line of a resume.
+    #: what `next_sample` is based on, if not on the reader's position: shown in the resume line.
     counts_by: str = ""
 
     @property
@@ -112,23 +112,24 @@ class Data(Protocol):
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Why another order begins at this start, as it was accepted: NAME@SAMPLES."""
+        """Reasons why a new order begins at this start, as they were accepted: NAME@SAMPLES."""
         return ()
 
     def prepare(self) -> None:
-        """Before a snapshot of what is trained now: what the ranks have to tell each other. Collective.
+        """Exchange what the ranks must know before a snapshot of what is trained now. Collective.
 
         Raises, on every rank:
-            StateError: what was handed out and what was trained do not fit, or a step is not over.
+            StateError: what was handed out does not match what was trained, or a step is not finished.
         """
         return
 
     def snapshot(self, samples: int) -> DataState:
-        """The state after so many samples, the same on every rank: those trained at the last `prepare`, or those at
-        which this process began. No collective; raises on its own."""
+        """The state after this many samples, the same on every rank: those trained at the last `prepare`, or those at
+        which this process began. No collective; raises on one rank.
+        """
 
     def read_back(self, state: DataState) -> None:
-        """Open a state that is to be saved as a resume would, and drop it. On rank 0; raises on its own.
+        """Open a state that is about to be saved as a resume would, and discard it. On rank 0; raises there only.
 
         Raises:
             StateError: no run could resume from it.
@@ -136,28 +137,28 @@ class Data(Protocol):
         return
 
     def write_files(self, save_dir: Path, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """Write what this rank adds to the checkpoint of that snapshot. On every rank; raises on its own."""
+        """Write this rank's files for the checkpoint of that snapshot. On every rank; raises on one rank."""
         return ()
 
     def restore(self, state: DataState, choice: Choice) -> None:
-        """Resume from a state. On every rank; raises on its own.
+        """Resume from a state. On every rank; raises on one rank.
 
         Raises:
-            StateError: it is of another kind, or of other data.
+            StateError: it is of another kind, or for other data.
         """
         return
 
     def next_sample(self) -> int | None:
-        """The sample that is handed out next, counted from the start of the run, all ranks together: after a `restore`,
-        the position of whatever reads, and not what the state says. On every rank; no collective.
+        """The sample that is handed out next, counted from the start of the run over all ranks: after a `restore`, from
+        the reader's position rather than from the state. On every rank; no collective.
 
         Returns:
-            None: nothing is read on this rank, or by sample numbers that the trainer gives.
+            None: nothing is read on this rank, or the trainer gives the sample numbers.
         """
         return None
 
     def describe(self) -> list[str]:
-        """What was changed and accepted at the resume, in lines for people."""
+        """Changes that were accepted at the resume, as lines for people."""
         return []
 
 
@@ -178,22 +179,22 @@ class StreamData(Data, Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """What a host has read of a checkpoint."""
+    """What a host read from a checkpoint."""
 
     #: what is stored with the weights; None if megaresume stored nothing.
     envelope: Envelope | None
-    #: optimizer steps that the weights have trained, by the framework's own count.
+    #: optimizer steps that trained the weights, by the framework's own count.
     iteration: int
-    #: samples that they have trained, by a count that is stored with them and is not the data state's. None: the
-    #: framework counts steps alone.
+    #: samples that trained them, by a count that is stored with them and is not the data state's. None: the framework
+    #: only counts steps.
     samples: int | None
-    #: the name of that count, for people.
+    #: the name of this count, for people.
     counter: str = "the count of samples in the checkpoint"
-    #: what was read in place of what was chosen: a conversion of it.
+    #: what was read instead of the choice: a conversion of it.
     choice: Choice | None = None
-    #: how the run was laid out when it saved; None: as it says beside the checkpoint.
+    #: the layout of the run when it saved; None: as recorded beside the checkpoint.
     topology: Topology | None = None
-    #: handed back to the program.
+    #: returned to the program.
     result: Any = None
 
 
@@ -203,7 +204,7 @@ class Loaded:
 
     choice: Choice
     envelope: Envelope
-    #: how the run was laid out when it saved.
+    #: the layout of the run when it saved.
     topology: Topology | None
     #: see `Restored`.
     samples: int | None = None
@@ -214,28 +215,28 @@ class Loaded:
 class Resume:
     """What a resume found and did."""
 
-    #: optimizer steps done, and samples that they trained.
+    #: optimizer steps done, and the samples trained in them.
     step: int
     samples: int
-    #: of those samples, 16 hex digits.
+    #: digest of these samples, 16 hex digits.
     digest: str
     tag: str
-    #: how the run was laid out when it saved, and is now.
+    #: the layout of the run when it saved, and now.
     before: Topology | None
     now: Topology
-    #: samples that the weights have seen and that come again; that they have not seen and that do not come: the sample
-    #: that the data hands out next (`Data.next_sample`), against ``counter``. None: nothing says which comes next.
+    #: samples that the weights have seen and that will repeat; that they have not seen and that will be skipped: from
+    #: the sample that the data hands out next (`Data.next_sample`), and ``counter``. None: the next one is unknown.
     repeated: int | None
     skipped: int | None
-    #: what counted the samples that the weights have trained, in words.
+    #: what counted the samples that trained the weights, in words.
     counter: str
-    #: what became of the random state, in words; None if it is the framework's business.
+    #: what happened to the random state, in words; None if the framework handles it.
     random: str | None = None
-    #: why another order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips is unknown.
+    #: why a new order begins here, as it was accepted: NAME@SAMPLES. What it repeats and skips is unknown.
     order_changed: tuple[str, ...] = ()
 
     def line(self) -> str:
-        """One line, to be searched for in logs."""
+        """One line, easy to find in logs."""
         before = self.before or self.now
         pairs = [("dp", "dp"), ("workers", "num_workers"), ("mbs", "micro_batch_size"), ("gbs", "global_batch_size")]
         layout = " ".join(f"{word} {getattr(before, name)}->{getattr(self.now, name)}" for word, name in pairs)
@@ -255,7 +256,7 @@ def _or_unknown(number: int | None) -> str:
 
 
 def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
-    """What was accepted at the resume, and what is ahead of every source; nothing if nothing changed."""
+    """Changes accepted at the resume, and the outlook for every source; empty if nothing changed."""
     if not stream.accepted:
         return []
     state = stream.state_at(stream.start)
@@ -270,7 +271,7 @@ def change_lines(stream: Stream, global_batch_size: int) -> list[str]:
 
 
 def check_same(envelope: Envelope, read: Restored, beside: StepFile | None, choice: Choice) -> None:
-    """Raise a StateError unless the state that is stored with the weights is of their step, and the one beside them."""
+    """Raise a StateError unless the state stored with the weights is of their step, and equals the one beside them."""
     if envelope.iteration != read.iteration or read.samples not in (None, envelope.samples):
         trained = "" if read.samples is None else f" and {read.samples} samples"
         raise StateError(
@@ -293,12 +294,12 @@ def check_same(envelope: Envelope, read: Restored, beside: StepFile | None, choi
 
 
 def check_place(data: Data, trained: int, counter: str) -> int | None:
-    """Raise a StateError unless restored data hands out next what the weights have not trained yet.
+    """Raise a StateError unless restored data hands out next what the weights have not been trained on yet.
 
     Args:
         data: restored.
-        trained: samples that they have trained.
-        counter: what says so, in words.
+        trained: samples that the weights were trained on.
+        counter: the source of this number, in words.
 
     Returns:
         the sample; None if the data does not know it.
@@ -323,10 +324,10 @@ def seed_of(state: DataState) -> int:
 
 
 def without_state(choice: Choice, begin_anew: str) -> StateError:
-    """The error for a checkpoint whose data is unknown.
+    """The error for a checkpoint whose data state is unknown.
 
     Args:
-        begin_anew: how to load it anyway.
+        begin_anew: how to load it without one.
     """
     return StateError(
         "the checkpoint has no data state",

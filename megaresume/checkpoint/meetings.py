@@ -1,7 +1,8 @@
-"""Ranks wait for each other without a collective of the training's groups, where one that is gone holds up the rest.
+"""Ranks wait for each other without a collective of the training's groups, in which a missing rank would block the
+rest.
 
-`Meeting`     around work with collectives of somebody else's in it: who fails says so, wherever the others are
-`all_come`    before the first collective of a call that every rank has to make
+`Meeting`     around work that contains third-party collectives: a rank that fails tells the others, wherever they are
+`all_come`    before the first collective of a call that every rank must make
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from typing import Any
 from megaresume.checkpoint.ranks import finished, keep, pauses, rank, shared_store, torch_distributed, world_size
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 
-#: seconds that ranks wait for the others, less than collectives do: at a meeting, while nobody has failed; otherwise.
+#: seconds to wait for the others, less than collectives do: at a meeting while no rank has failed; otherwise.
 PATIENCE_AT_MEETINGS, PATIENCE = 1500.0, 300.0
 
-#: meetings so far: every rank counts the same ones.
+#: meetings so far; the count is the same on every rank.
 _meetings = itertools.count()
 
 
 class FailedElsewhereError(CheckpointError):
-    """Another rank has failed; `Meeting.end` tells why."""
+    """Raised if another rank has failed; `Meeting.end` returns why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """Why a rank has failed."""
+    """Why a rank failed."""
 
     words: str
     #: whether all ranks give up; otherwise they continue together, once all are at the end.
@@ -38,11 +39,12 @@ class Failure:
 
 
 class Meeting:
-    """Around work with third-party collectives in it, which no other collective may cross: the ranks meet in a process
-    group of their own, and notice there when one of them is gone. To be made on every rank. Collective.
+    """Surrounds work that contains third-party collectives, with which no other collective may interleave: the ranks
+    meet in a process group of their own, and notice there when one of them is gone. Create it on every rank.
+    Collective.
 
-    Each calls `gate` where those collectives begin, `fail` if it fails, and, having failed or not, `end`. Whichever of
-    the two places a rank comes to, it tells the others, so all ranks wait for each other equally often.
+    Each rank calls `gate` before those collectives, `fail` if it fails, and in any case `end`. At either of the two
+    places, a rank tells the others which one it is at, so all ranks wait for each other equally often.
 
     Args:
         doing: what they do, for the error: "load_checkpoint()".
@@ -62,7 +64,7 @@ class Meeting:
         shared_store().add(f"{self._key}/failures", 1)
 
     def gate(self) -> None:
-        """Before a collective: wait for all ranks.
+        """Wait for all ranks, before a collective.
 
         Raises:
             FailedElsewhereError: another rank has failed, and will not come.
@@ -73,30 +75,32 @@ class Meeting:
             raise FailedElsewhereError("another rank has failed")
 
     def end(self) -> Failure | None:
-        """Wait for all ranks, or for one that has failed for good.
+        """Wait for all ranks, or for one with a final failure.
 
         Returns:
-            a final failure, or that of the lowest rank: final, too, if not all ranks came; None if nobody has failed.
+            a final failure, or that of the lowest rank, which is also final unless all ranks came; None if no rank
+            failed.
 
         Raises:
             LostRankError: another rank has ended.
         """
         while (ends := self._wait(at_end=True)) is not None and not all(ends):
-            pass  # others were at a gate, and have learned there that this rank has failed
+            pass  # the others were at a gate, and learned there that this rank has failed
         first = min(self._failures, key=lambda failure: not failure.is_final, default=None)
         return first if first is None or ends is not None else replace(first, is_final=True)
 
     def _wait(self, *, at_end: bool) -> list[bool] | None:
-        """Whether each rank is at the end, once all have come to a place; None: one has failed for good, or they have
-        not come for too long."""
+        """Whether each rank is at the end, once all have come to a place; None: a rank has failed for good, or some
+        have not come for too long.
+        """
         if world_size() == 1:
             return [at_end]
         if any(failure.is_final for failure in self._failures):
             return None
         try:
             return self._meet(at_end)
-        except RuntimeError as error:  # the group has lost a connection, or the store has: its host has ended
-            with contextlib.suppress(RuntimeError):  # those who wait for this rank alone learn it by the store
+        except RuntimeError as error:  # the group or the store has lost a connection: the other end is gone
+            with contextlib.suppress(RuntimeError):  # ranks that only wait for this one learn it from the store
                 shared_store().set(f"{self._key}/lost", _first_line(error))
             raise _lost(self._doing, _first_line(error)) from error
 
@@ -105,7 +109,7 @@ class Meeting:
         places = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size())]
         work = dist.all_gather(places, torch.tensor([int(at_end)]), group=self._group, async_op=True)
         for _ in pauses(0.1, 0.001):
-            # Asked before the failures: a rank tells that it has failed, and then comes.
+            # Asked before the failures: a failing rank tells so first, and then comes.
             have_come = work.is_completed()
             if store.add(f"{self._key}/failures", 0) > len(self._failures):
                 self._failures, since = self._read_failures(), time.monotonic()
@@ -118,7 +122,7 @@ class Meeting:
                 raise _lost(self._doing, store.get(f"{self._key}/lost").decode())
             if time.monotonic() - since > (PATIENCE if self._failures else PATIENCE_AT_MEETINGS):
                 break
-        keep(work, (places, self._group))  # whose end would wait for the others
+        keep(work, (places, self._group))  # its end would wait for the others
         return None
 
     def _read_failures(self) -> list[Failure]:
@@ -128,7 +132,7 @@ class Meeting:
 
 
 class LostRankError(StateError):
-    """Another rank has ended, while this one waited for it."""
+    """Raised if another rank has ended while this one waited for it."""
 
 
 def _lost(doing: str, found: str) -> LostRankError:
@@ -146,20 +150,20 @@ def _first_line(error: Exception) -> str:
 
 
 def meeting_group() -> Any:
-    """A process group on the CPU where ranks only meet: they notice there when one of them is gone. Collective."""
+    """A process group on the CPU for meetings only, in which ranks notice when one is gone. Collective."""
     return None if world_size() == 1 else torch_distributed().new_group(backend="gloo")
 
 
 def all_come(doing: str, group: Any) -> None:
-    """Before the first collective of what a program calls: wait for all ranks, without one of the training's groups.
+    """Wait for all ranks before the first collective of a call, without one of the training's groups.
 
     Args:
         doing: what they do, for the error: "loop.save()".
-        group: of `meeting_group`.
+        group: from `meeting_group`.
 
     Raises:
-        UsageError: some ranks do not come; they are in the next collective of the training, and meet nobody there.
-        LostRankError: a rank has ended, as if its node was lost.
+        UsageError: some ranks do not come: they are in the training's next collective.
+        LostRankError: a rank has ended, for example because its node was lost.
     """
     if world_size() == 1:
         return

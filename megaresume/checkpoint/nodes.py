@@ -1,7 +1,7 @@
-"""Machines without a directory in common: which ranks see which one, and what each machine does with its own.
+"""Machines without a shared directory: which ranks see the same one, and what each machine does with its own.
 
     rank 0     its directory, the ledger, the store's lease; its machine is node 0
-    node k     the lowest rank that sees that directory works for it: it *leads* the node
+    node k     the lowest rank that sees its directory works for it: it *leads* the node
 
 A save leaves a **part** on the disk of every node: the files of its own ranks, with a manifest that says so. In the
 store the parts become one checkpoint (`store_place.StorePlace`).
@@ -23,7 +23,7 @@ from megaresume.files import leftover_name, make_dir
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The directories of one name that the ranks of a job see."""
+    """The directories with the same name that the ranks of a job see."""
 
     #: the node of every rank; that of rank 0 is 0.
     of_rank: tuple[int, ...]
@@ -32,7 +32,7 @@ class Nodes:
 
     @property
     def number(self) -> int:
-        """How many there are; 1: all ranks see the same directory."""
+        """The number of nodes; 1: all ranks see the same directory."""
         return max(self.of_rank) + 1
 
     @property
@@ -47,17 +47,17 @@ class Nodes:
 
     @property
     def part(self) -> tuple[int, int] | None:
-        """Which part of a checkpoint this node holds: (number, of how many); None: all of it."""
+        """The part of a checkpoint on this node: (number, of how many); None: all of it."""
         return (self.mine, self.number) if self.are_many else None
 
     @property
     def ranks(self) -> frozenset[int]:
-        """Those of this node."""
+        """The ranks of this node."""
         return frozenset(number for number, node in enumerate(self.of_rank) if node == self.mine)
 
 
 def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
-    """See which ranks share a directory. Collective; after rank 0 has taken its lock.
+    """Find out which ranks share a directory. Collective; after rank 0 has taken its lock.
 
     Raises, on every rank:
         CheckpointError: a rank cannot write there.
@@ -90,9 +90,9 @@ def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
 
 
 def take_of_each(nodes: Nodes, root: Path) -> None:
-    """Take the lock of the directory of every node. Collective.
+    """Take the lock of every node's directory. Collective.
 
     Raises, on every rank:
-        CheckpointError: another job writes there, named.
+        CheckpointError: another job writes there; names it.
     """
     on_all_ranks(lambda: take(root) if nodes.leads else None)

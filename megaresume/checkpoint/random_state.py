@@ -1,20 +1,20 @@
 """The random state of a run: part of every checkpoint, so that dropout continues as if nothing had happened.
 
-It is that of the generators of each rank (`megaresume.checkpoint.generators`), and of a count that a DeepSpeed pipeline
-seeds its layers by, if it does (`SeedCount`).
+It consists of each rank's generators (`megaresume.checkpoint.generators`), and of the count from which a DeepSpeed
+pipeline seeds its layers, if it does (`SeedCount`).
 
-    step begins      the first batch after an optimizer step is asked for: the state is remembered
-    save             of each rank: the state with which the next step begins, or has begun. A step that was not
-                     finished is done again after a resume, and draws again
-    load             each rank's state is put back; and once more when the first step begins, so that what the program
-                     draws in between (a warm-up, the seed of a DataLoader) does not matter
+    step begins      the first batch after an optimizer step is requested: the state is remembered
+    save             for each rank: the state at which the next step begins, or began. An unfinished step is repeated
+                     after a resume, and draws again
+    load             each rank's state is restored; and once more when the first step begins, so that draws of the
+                     program in between (a warm-up, the seed of a DataLoader) do not matter
 
-The same happens in a run that nobody stops, but for what it draws between a save and the next step. That is the one
-thing that a resume cannot know of; it is detected, and reported.
+The same happens in an uninterrupted run, except for its draws between a save and the next step. A resume cannot know of
+these; they are detected, and reported.
 
-On another layout of ranks, or another type of device, there is no state for each rank. Then the generators are seeded
+With another layout of ranks, or another type of device, there is no state for each rank. Then the generators are seeded
 from a hash of (seed of the stream, step, rank), so that a second resume from the same checkpoint does the same. A count
-goes on where rank 0's was, so that no seed is used twice.
+continues from rank 0's, so that no seed is used twice.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ _LAYOUT = ("world_size", "dp", "tp", "pp", "cp")
 
 @dataclass(frozen=True, slots=True)
 class SeedCount:
-    """An attribute of a model that counts its forwards, and that the model seeds the generators by in each."""
+    """An attribute of a model that counts its forwards, and from which the model seeds the generators in each."""
 
     owner: Any
     name: str
 
     def take(self) -> Snapshot:
-        """As it is now."""
+        """The current count, as a snapshot."""
         return {self.name: getattr(self.owner, self.name)}
 
     def put(self, snapshot: Snapshot) -> None:
-        """As a snapshot has it, if it does."""
+        """Set it from a snapshot, if that has one."""
         if self.name in snapshot:
             setattr(self.owner, self.name, snapshot[self.name])
 
 
 class RandomState:
-    """The generators of one rank, and what of them goes into the checkpoints of its session.
+    """The generators of one rank, and their state in the checkpoints of its session.
 
-    Sessions of one process share the generators. The first that continues after a load puts them back, for all.
+    Sessions of one process share the generators. The first one that continues after a load restores them for all.
 
     Args:
-        iteration: optimizer steps made.
+        iteration: returns optimizer steps done.
         device: whose generators are saved, besides those on the CPU.
-        replica: ranks for which it says the same compute the same outside their own layers: with the same random
+        replica: returns a number that is equal for ranks which, outside their own layers, need the same random
             numbers.
-        count: that the model seeds them by; None: it does not. The same in all ranks.
+        count: from which the model seeds them; None: it does not. The same in all ranks.
     """
 
-    #: steps that began in this process, of all its sessions.
+    #: steps that began in this process, in all of its sessions.
     _all_begun: ClassVar[int] = 0
 
     def __init__(
@@ -77,17 +77,17 @@ class RandomState:
         self._iteration, self._device, self._replica, self._count = iteration, device, replica, count
         #: the last step that began: optimizer steps before it, and the state then.
         self._begun: tuple[int, Snapshot] | None = None
-        #: loaded at this step, and to be put back when it begins.
+        #: loaded for this step, and to be restored when it begins.
         self._due: tuple[int, Snapshot] | None = None
-        #: in the last checkpoint, until the next step begins.
+        #: the state in the last checkpoint, until the next step begins.
         self._saved: Snapshot | None = None
-        #: what the checkpoint of the save that began last holds.
+        #: the content for the checkpoint of the save that began last.
         self._to_write: Snapshot = {}
-        #: when the first batch of the step that began was handed out; None: as when it began.
+        #: the state when the first batch of the step was handed out; None: as when the step began.
         self._first_out: Snapshot | None = None
-        #: whether reading a batch draws, as far as the first one has shown; None: none was handed out.
+        #: whether reading a batch draws, as shown by the first one; None: none was handed out.
         self._reading_draws: bool | None = None
-        #: steps of this session that began; and of the others, when this one was saved or loaded.
+        #: steps that began in this session; and in the others, when this one was saved or loaded.
         self._own_begun, self._others_then = 0, 0
         self._warned = False
 
@@ -105,12 +105,12 @@ class RandomState:
             self._count.put(snapshot)
 
     def step_begins(self) -> bool:
-        """A batch is asked for: whether it is the first after an optimizer step. Otherwise nothing happens."""
+        """Note that a batch is requested; returns whether it is a step's first. Otherwise does nothing."""
         step = self._iteration()
         if self._begun is not None and self._begun[0] == step:
             return False
         now = self._take()
-        if self._others_begun == self._others_then:  # otherwise what was drawn is theirs
+        if self._others_begun == self._others_then:  # otherwise the draws are theirs
             if self._due is not None and self._due[0] == step:
                 self._put(self._due[1])
                 now |= self._due[1]
@@ -122,7 +122,7 @@ class RandomState:
         return True
 
     def first_is_out(self) -> None:
-        """The first batch of the step that began is handed out."""
+        """Note that the first batch of the step was handed out."""
         if self._reading_draws is False or self._begun is None:
             return
         self._first_out = self._take()
@@ -130,12 +130,12 @@ class RandomState:
             self._reading_draws = bool(drawn_between(self._begun[1], self._first_out))
 
     def step_begins_again(self) -> None:
-        """The batches of the step that began are taken back: whoever looked at them may have drawn."""
+        """Note that the step's batches are taken back: code that looked at them may have drawn."""
         if self._due is not None and self._due[0] == self._iteration():
             self._begun = None
 
     def _compare(self, saved: Snapshot, now: Snapshot, between: str) -> None:
-        """Say it where generators were drawn from in between: a resume would not do so."""
+        """Warn if generators were used in between: a resume would not do so."""
         drawn = drawn_between(saved, now)
         if drawn and not self._warned and is_rank_0():
             self._warned = True
@@ -147,10 +147,10 @@ class RandomState:
             )
 
     def at_save(self, *, is_untouched: bool = False) -> None:
-        """A save begins: decide what its checkpoint is to hold, for `write`.
+        """Decide at the beginning of a save on the content of its checkpoint, for `write`.
 
         Args:
-            is_untouched: whether nothing of the step that began is trained: then what was drawn since is not its own.
+            is_untouched: whether nothing of the step that began is trained: then draws since do not belong to it.
         """
         for known in (self._begun, self._due):
             if known is not None and known[0] == self._iteration():
@@ -162,10 +162,10 @@ class RandomState:
         self._to_write = self._saved
 
     def write(self, root: Path, iteration: int, tag: str) -> FileEntry:
-        """Write this rank's file, of the save that began last.
+        """Write this rank's file for the save that began last.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: it cannot be written.
         """
         fields = {
             "format": FORMAT,
@@ -178,18 +178,18 @@ class RandomState:
         return write_rank_file(root, path, seal(fields, depth=2))
 
     def restore(self, choice: Choice, before: Topology | None, now: Topology, *, seed: int) -> str:
-        """Put back what a checkpoint holds, or seed again where it is of another layout. Collective.
+        """Restore the state in a checkpoint, or seed anew for another layout. Collective.
 
         Args:
             choice: what was loaded.
-            before, now: how the run was laid out when it saved, and is now.
+            before, now: the layout of the run when it saved, and now.
             seed: of the stream.
 
         Returns:
-            which of the two was done, in words for the line of the resume.
+            which of the two was done, in words for the resume line.
 
         Raises, on every rank:
-            StateError: the state of a rank is missing or damaged, or a library does not take it back.
+            StateError: the state of a rank is missing or damaged, or a library does not accept it.
         """
         reason = _other_layout(choice, before, now)
         here = self._take()
@@ -234,7 +234,7 @@ class RandomState:
             ) from error
 
     def _count_of(self, choice: Choice) -> Snapshot:
-        """The count of rank 0, if the model has one; of a checkpoint that has none, nothing."""
+        """The count of rank 0, if the model has one; empty if the checkpoint has none."""
         count, manifest = self._count, choice.manifest
         if count is None or manifest is None or not ranks_of(manifest.beside, "random"):
             return {}
@@ -246,7 +246,7 @@ class RandomState:
         return on_rank_0(read)
 
     def _seeded(self, seed: int) -> Snapshot:
-        # Those of a replica's own layers come from a tracker's generators.
+        # A replica's own layers use a tracker's generators.
         step, replica = self._iteration(), self._replica()
 
         def key(name: str) -> str:

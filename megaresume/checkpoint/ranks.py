@@ -1,8 +1,8 @@
-"""One rank decides and all ranks know; one rank fails and all ranks fail. How they end then: `ending`.
+"""One rank decides and all ranks know; one rank fails and all ranks fail. `ending` says how they end then.
 
-A rank that raises alone leaves the others waiting in the next collective, for minutes or forever. So what can fail
-for a reason of its own (a file, a corpus, a disk) runs inside one of these, and everybody raises the same error.
-All of them are collectives of the default process group; without one, or without torch, there is a single rank.
+A rank that raises alone leaves the others waiting in the next collective, for minutes or forever. So anything that can
+fail on one rank (a file, a corpus, a disk) runs inside one of these functions, and all ranks raise the same error. All
+of them are collectives of the default process group; without one, or without torch, there is a single rank.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ E = TypeVar("E", bound=Exception)
 
 
 def world_size() -> int:
-    """Number of processes in the job."""
-    dist = sys.modules.get("torch.distributed")  # not imported: settings, and what reads them, do without torch
+    """The number of processes in the job."""
+    dist = sys.modules.get("torch.distributed")  # not imported: settings, and their readers, work without torch
     return dist.get_world_size() if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
 
@@ -38,7 +38,7 @@ def rank() -> int:
 
 
 def is_rank_0() -> bool:
-    """Whether this process is the one that writes records and prints."""
+    """Whether this process writes records and prints."""
     return rank() == 0
 
 
@@ -65,15 +65,15 @@ def broadcast(value: Any, source: int = 0) -> Any:
 
 
 def torch_distributed() -> Any:
-    """torch.distributed, of more ranks than one: it is imported."""
+    """torch.distributed, if there is more than one rank: then it is imported."""
     return sys.modules["torch.distributed"]
 
 
-# Objects over a process group on CPUs, in place of torch's own functions for them: see `finished`.
+# Objects over a process group on CPUs, instead of torch's own functions, because of `finished`.
 
 
 def _on_cpu() -> bool:
-    """Whether the process group takes tensors on CPUs."""
+    """Whether the process group supports CPU tensors."""
     return "cpu" in {device.type for device in torch_distributed().group.WORLD._device_types}
 
 
@@ -101,23 +101,23 @@ def _spread(value: Any, source: int) -> Any:
     return value if is_source else pickle.loads(data.numpy().tobytes())
 
 
-#: collectives that were waited for, with their tensors.
+#: collectives that have finished, with their tensors.
 _kept: collections.deque[Any] = collections.deque(maxlen=16)
 
 
 def finished(work: Any, *tensors: Any) -> None:
     """Wait for a collective, and keep a reference to it.
 
-    A thread of gloo's drops it after those who wait are told that it is over. If it is the last to hold it, it needs
-    Python for that, and if Python is ending by then, torch aborts the process (pytorch#190489). So the last few are
-    kept here, for good when the process ends.
+    A gloo thread drops its reference after waiting threads are told that it is done. If that is the last reference, it
+    needs Python; if Python is finalizing by then, torch aborts the process (pytorch#190489). So the last few are kept
+    here, and for good when the process ends.
     """
     work.wait()
     keep(work, tensors)
 
 
 def keep(work: Any, tensors: Sequence[Any]) -> None:
-    """Keep a reference to a collective, as `finished` does, that nobody waits for."""
+    """Keep a reference, as `finished` does, to a collective that nobody waits for."""
     if not _kept:
         atexit.register(lambda: [ctypes.pythonapi.Py_IncRef(ctypes.py_object(one)) for one in _kept])
     _kept.append((work, tensors))
@@ -131,27 +131,27 @@ def _attempt(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _outcome(value: T | None, error: Exception | None) -> T:
-    """Return or raise what `_attempt` gave."""
+    """Return or raise the result of `_attempt`."""
     if error is not None:
         raise error
     return value  # type: ignore[return-value]
 
 
 def _portable(error: Exception) -> MegaresumeError:
-    """An error that can be sent to another rank: ours as it is, any other by its words."""
+    """An error that can be sent to another rank: ours unchanged, any other as its text."""
     if isinstance(error, MegaresumeError):
         return error
     return CheckpointError(f"{type(error).__name__}: {error}", action="see the log of the rank that it happened on")
 
 
 def known_to_all(error: E) -> E:
-    """Mark an error that every rank raises: one of them is enough to print it."""
+    """Mark an error that every rank raises, so that only one of them prints it."""
     error.known_to_all_ranks = True  # type: ignore[attr-defined]
     return error
 
 
 def is_known_to_all(error: Exception) -> bool:
-    """Whether every rank raises it, as `known_to_all` says."""
+    """Whether every rank raises it, see `known_to_all`."""
     return getattr(error, "known_to_all_ranks", False)
 
 
@@ -170,19 +170,19 @@ def on_rank_0(function: Callable[[], T]) -> T:
 
 
 def shared_store() -> Any:
-    """That the ranks met at, for words between them without a collective."""
+    """The store at which the ranks met, for messages between them without a collective."""
     return torch_distributed().distributed_c10d._get_default_store()
 
 
 def pauses(longest: float, first: float = 0.005) -> Iterator[None]:
-    """Pauses between polls, each longer than the one before, up to ``longest`` seconds."""
+    """Pauses between polls, each longer than the last, up to ``longest`` seconds."""
     while True:
         yield
         time.sleep(first)
         first = min(1.5 * first, longest)
 
 
-#: calls so far: every rank counts the same ones.
+#: calls so far; the count is the same on every rank.
 _long = itertools.count()
 
 
@@ -193,17 +193,17 @@ def on_all_ranks_for_long(
     poll_seconds: float = 0.5,
     patience_seconds: float = 300.0,
 ) -> T:
-    """As `on_all_ranks`, of what takes longer on some ranks than a collective waits: ten or thirty minutes, as a rule.
+    """Like `on_all_ranks`, for work that takes longer on some ranks than a collective waits, usually 10 to 30 minutes.
 
-    The ranks wait at the store of their process group, as long as there are signs of life.
+    The ranks wait at the store of their process group while there are signs of life.
 
     Args:
-        function: is given a function that it must call every few seconds, as a sign of life.
+        function: gets a function to call every few seconds as a sign of life.
         doing: what it does, for the error: "converted a checkpoint".
-        poll_seconds: how often the ranks look that are done; at first more often.
+        poll_seconds: time between polls of ranks that are done; at first shorter.
         patience_seconds: without a sign of life from any rank.
 
-    Raises, besides what the function raises:
+    Raises, in addition to errors of the function:
         CheckpointError: a rank gives no sign of life.
     """
     if world_size() == 1:
@@ -238,7 +238,7 @@ def on_all_ranks_for_long(
 
 
 def on_rank_0_for_long(function: Callable[[Callable[[], None]], T], doing: str, **waiting: float) -> T:
-    """As `on_rank_0`, however long it takes: see `on_all_ranks_for_long`."""
+    """Like `on_rank_0`, for any duration: see `on_all_ranks_for_long`."""
     nothing: tuple[T | None, Exception | None] = None, None
     value, error = on_all_ranks_for_long(
         lambda beat: _attempt(lambda: function(beat)) if is_rank_0() else nothing, doing, **waiting
@@ -247,7 +247,7 @@ def on_rank_0_for_long(function: Callable[[Callable[[], None]], T], doing: str, 
 
 
 def on_all_ranks(function: Callable[[], T]) -> T:
-    """Run on every rank; if it fails on one, every rank raises, and those that did not fail say which did."""
+    """Run on every rank; if it fails on one, every rank raises, and those that did not fail name the one that did."""
     value, error = _attempt(function)
     errors = gather(None if error is None else _portable(error))
     if error is not None:
@@ -262,8 +262,7 @@ def on_all_ranks(function: Callable[[], T]) -> T:
 def written_by_all(
     write: Callable[[], Sequence[FileEntry]], ranks: Container[int] | None = None
 ) -> tuple[FileEntry, ...]:
-    """Every rank writes files of its own beside a checkpoint; what all of them wrote, or these, by path, on every
-    rank."""
+    """Let every rank, or these, write files beside a checkpoint; returns all of them, sorted by path, on every rank."""
     written = gather(on_all_ranks(write))
     some = [mine for number, mine in enumerate(written) if ranks is None or number in ranks]
     entries = {entry.path: entry for mine in some for entry in mine}
@@ -271,10 +270,10 @@ def written_by_all(
 
 
 def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None:
-    """Raise a StateError on every rank unless all hold the same (comparable, printable) value. Collective.
+    """Raise a StateError on every rank unless all have the same (comparable, printable) value. Collective.
 
-    Texts are compared by their hashes: those of a data config with a thousand sources are long, and ranks are many. Of
-    two that differ, the error shows what stands around the first difference.
+    Texts are compared by their hashes: that of a data config with a thousand sources is long, and there are many ranks.
+    If two differ, the error shows the text around the first difference.
     """
     is_text = isinstance(value, str)
     values: Sequence[Any] = gather(xxhash.xxh3_128_hexdigest(value.encode()) if is_text else value)
@@ -295,8 +294,8 @@ def same_on_all_ranks(value: Any, what: str, *, cause: str, action: str) -> None
 
 
 def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Both texts, or what stands around their first difference if they are long."""
-    shown = 80  # characters from it on, and half as many before it
+    """Both texts, or the parts around their first difference if they are long."""
+    shown = 80  # characters from there on, and half as many before
     if max(len(one), len(other)) <= 2 * shown:
         return one, other
     at = next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

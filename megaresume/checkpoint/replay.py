@@ -1,9 +1,9 @@
-"""`Replay`: some steps of a run are trained again, by its own program, and nothing of the run is changed.
+"""`Replay`: some steps of a run are repeated by its own program, without changing anything of the run.
 
     megaresume replay RUN --step N -- the user's launch command
         -> $MEGARESUME_REPLAY, the path of a file, which every process of that command inherits
         -> every `Session` in it: loads the checkpoint before step N from RUN, whatever the program names;
-           has ``out`` as the directory that it locks, and records its start and its steps in;
+           locks the directory ``out`` instead of the run's, and records its start and its steps there;
            saves nothing; ends the program after step N
 
 See `megaresume.runs.replay`, and docs/replay.md.
@@ -20,30 +20,30 @@ from pathlib import Path
 from megaresume.batches.masked import REPLAY_VARIABLE
 from megaresume.stream.errors import UsageError
 
-#: of the program's own sinks none is written to; what `megaresume replay` compares is.
+#: the only sink, which `megaresume replay` compares; the program's own sinks are not used.
 METRICS = "jsonl every=1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """What is trained again."""
+    """The steps to repeat."""
 
-    #: checkpoint root of the run, absolute; it is read and nothing else.
+    #: checkpoint root of the run, absolute; only read.
     run: str
-    #: the checkpoint that is loaded, a tag directory of it; None: the program begins as the run began, at step 0.
+    #: the checkpoint to load, a tag directory of the run; None: the program starts at step 0, as the run did.
     tag: str | None
-    #: its optimizer steps; 0.
+    #: its optimizer steps; 0 without one.
     step: int
-    #: the last step that is trained, counted from 1.
+    #: the last step to train, counted from 1.
     last: int
-    #: a directory beside the run: where the replay records what it did.
+    #: a directory outside the run, where the replay records what it did.
     out: str
-    #: source -> documents of which no loss is taken: `megaresume.batches.masked` reads them.
+    #: source -> documents left out of the loss; `megaresume.batches.masked` reads them.
     masked: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
     @classmethod
     def asked(cls) -> Replay | None:
-        """The one that this process is part of; None if it is none.
+        """The replay that this process is part of; None if it is not.
 
         Raises:
             UsageError: the variable names something else.
@@ -53,10 +53,10 @@ class Replay:
 
     @classmethod
     def read(cls, path: Path) -> Replay:
-        """From a file that holds what `to_text` gave.
+        """Read a replay from a file with the result of `to_text`.
 
         Raises:
-            UsageError: it is something else.
+            UsageError: the file is something else.
         """
         try:
             return cls(**json.loads(path.read_text()))
@@ -70,12 +70,12 @@ class Replay:
             ) from error
 
     def to_text(self) -> str:
-        """Its file."""
+        """The content of its file."""
         return json.dumps(asdict(self))
 
     @property
     def source(self) -> Path:
-        """The checkpoint root to load from: an empty one if the program is to begin at step 0."""
+        """The checkpoint root to load from; an empty one to start at step 0."""
         return Path(self.out if self.tag is None else self.run)
 
     def line(self) -> str:

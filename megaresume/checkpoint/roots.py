@@ -1,8 +1,8 @@
-"""The roots of one process, that is, its directories of checkpoints: their names, locks and copies.
+"""The roots of one process, its directories of checkpoints: their names, locks and copies.
 
-A relative path must mean what it did when the run began. Only the job that holds the lock of a root writes there, and a
-run saves to no root with checkpoints that it has not resumed from. The lock is the process's: of several runs in it,
-the one that took a root last saves there.
+A relative path must mean the same as when the run began. Only the job that holds the lock of a root writes there, and a
+run does not save to a root with checkpoints that it has not resumed from. The lock belongs to the process: of several
+runs in it, the one that took a root last may save there.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-#: by root, the run of this process that took it last.
+#: by root: the run of this process that took it last.
 _takers: WeakValueDictionary[Path, Roots] = WeakValueDictionary()
 
 
 class Roots:
-    """See above.
+    """The roots of one run.
 
     Args:
-        save_dir: where the run saves, if known beforehand.
-        stage_to: where checkpoints in ``save_dir`` are copied to; None: they are not.
-        retention: which older copies stay.
+        save_dir: where the run saves, if known in advance.
+        stage_to: where checkpoints in ``save_dir`` are copied to; None: nowhere.
+        retention: which older copies to keep.
     """
 
     def __init__(
         self, save_dir: str | os.PathLike[str] | None, stage_to: str | os.PathLike[str] | None, retention: Retention
     ) -> None:
-        #: where the run saves; None if it is not known yet, or another run's.
+        #: where the run saves; None if unknown so far, or another run's.
         self.save_dir = None if save_dir is None else Path(os.path.abspath(save_dir))
         self._stage_to, self._retention = stage_to, retention
-        #: the working directory, which relative paths start from.
+        #: the working directory, which is the base of relative paths.
         self._home = _working_directory()
         self._copies: Staged | None = None
         self._parts: Parts | None = None
-        #: whose lock this run holds; that it may save to.
+        #: roots whose lock this run holds; roots that it may save to.
         self._claimed: set[Path] = set()
         self._own: set[Path] = set()
 
     def start(self, durability: Durability) -> None:
-        """Take the lock of `save_dir`, and look where its copies are. On all ranks.
+        """Take the lock of `save_dir`, and find its copies. On all ranks.
 
         Raises, on every rank:
             CheckpointError: another job writes there, or it cannot be written.
@@ -68,7 +68,7 @@ class Roots:
         if self._stage_to is None:
             self.claim(self.save_dir)
             return
-        # Imported here: a run without copies starts without them, and without object stores.
+        # Imported here: a run without copies starts without loading them and object stores.
         from megaresume.checkpoint.copies.parts import Parts
         from megaresume.checkpoint.copies.session_copies import Staged
 
@@ -99,10 +99,10 @@ class Roots:
         return root.resolve() in self._claimed
 
     def named(self, directory: str | os.PathLike[str]) -> Path:
-        """The root of a directory that the program named for a save or a load.
+        """The root of a directory that the program gave for a save or a load.
 
         Raises:
-            UsageError: it is relative, and the working directory is another one than when the run began.
+            UsageError: it is relative, and the working directory has changed since the run began.
         """
         if not os.path.isabs(directory) and (now := _working_directory()) != self._home:
             before = os.path.abspath(os.path.join(self._home, directory))
@@ -116,10 +116,10 @@ class Roots:
         return Path(os.path.abspath(directory))
 
     def named_for_save(self, directory: str | os.PathLike[str]) -> Path:
-        """As `named`, for a save.
+        """Like `named`, for a save.
 
         Raises:
-            UsageError: also if it is not the `save_dir` that was given beforehand, or another run of this process has
+            UsageError: also if it differs from the `save_dir` given in advance, or another run of this process has
                 taken it since this one did.
         """
         root = self.named(directory)
@@ -151,12 +151,12 @@ class Roots:
         return self._parts if self.copies_of(root) is not None else None
 
     def on_nodes(self, root: Path, function: Callable[[], T]) -> T:
-        """As `on_rank_0`, for what is done to a root: see `Parts.on_nodes`."""
+        """Like `on_rank_0`, for actions on a root: see `Parts.on_nodes`."""
         parts = self.parts_of(root)
         return on_rank_0(function) if parts is None else parts.on_nodes(function)
 
     def mark_as_own(self, load_dir: str | os.PathLike[str]) -> None:
-        """Note that the run resumes from this root, so that it may save there."""
+        """Record that the run resumes from this root, so that it may save there."""
         self._own.add(Path(load_dir).resolve())
 
     def is_own(self, root: Path) -> bool:
@@ -164,13 +164,13 @@ class Roots:
         return root.resolve() in self._own
 
     def let_go(self, root: Path) -> None:
-        """Let others write to a root."""
+        """Allow others to write to a root."""
         self._claimed.discard(root.resolve())
         if self._is_last(root):
             release(root)
 
     def close(self, seconds: float | None, *, is_saving: bool) -> None:
-        """Finish the copies in this time, and let other jobs write to all of them, unless a save is still written."""
+        """Finish the copies in this time, and let other jobs write to all roots, unless a save is in progress."""
         if self._copies is not None:
             self._copies.close(seconds)
         if not is_saving:
@@ -179,7 +179,7 @@ class Roots:
 
 
 def _working_directory() -> str:
-    """Where relative paths begin; "" if that directory no longer exists."""
+    """The base of relative paths; "" if that directory no longer exists."""
     try:
         return os.getcwd()
     except FileNotFoundError:

@@ -1,11 +1,11 @@
-"""`Saver`: the files of a checkpoint are written, and then it counts.
+"""`Saver`: writes the files of a checkpoint, then commits it.
 
-rank 0       the marker: until the commit, the tag directory is known to be incomplete
-all ranks    the files of each rank beside the checkpoint; then the host writes its model files
-rank 0       the commit: manifest, pointers, ledger. Of a deferred `Save`, by whoever waits for its files
-background   files made durable, older checkpoints removed, copies made
+rank 0       the marker: until the commit, it marks the tag directory as incomplete
+all ranks    each rank's files beside the checkpoint; then the host writes its model files
+rank 0       the commit: manifest, pointers, ledger. For a deferred `Save`, by whoever waits for its files
+background   makes files durable, removes older checkpoints, makes copies
 
-Where each node has a directory of its own, what rank 0 does is done by the leader of every node.
+If each node has its own directory, the leader of every node does what rank 0 does.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
 
-#: bytes of a checkpoint whose checksums its commit takes, from memory: about 20 ms. Those of larger files come later.
+#: most bytes of a checkpoint whose checksums its commit computes, from memory: about 20 ms. Others follow later.
 SUMMED_AT_ONCE = 64 << 20
 
 
@@ -50,16 +50,16 @@ class Save:
     def __init__(self, saver: Saver, envelope: Envelope, data: Data, pending: PendingCheckpoint, began: float) -> None:
         self.envelope, self.pending = envelope, pending
         self.is_deferred = False
-        #: what the host's writer has returned.
+        #: the result of the host's writer.
         self.result: Any = None
-        #: written beside the tag directory by every rank.
+        #: the files that every rank wrote beside the tag directory.
         self.rank_files: tuple[FileEntry, ...] = ()
-        #: what each rank writes into the tag directory, and all that is written under this root; None if not known.
+        #: each rank's files in the tag directory, and all files under this root; None if unknown.
         self.files_of_ranks: list[Sequence[str] | None] = []
         self.expected: tuple[str, ...] | None = None
-        #: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
+        #: this node's part, if every node has its own directory: see `Manifest.part`.
         self.part: tuple[int, int] | None = None
-        #: by the monotonic clock, in seconds.
+        #: start by the monotonic clock, in seconds.
         self.began = began
         self._saver, self._data = saver, data
 
@@ -80,17 +80,17 @@ class Save:
 
     @property
     def save_id(self) -> str:
-        """Of this save."""
+        """The id of this save."""
         return self.pending.record.save_id
 
     def defer(self, *, is_alone: bool = False) -> None:
-        """The files are written in the background: whoever waits for them commits.
+        """Leave the commit to whoever waits for the files, which are written in the background.
 
         Args:
-            is_alone: rank 0 does, without the others.
+            is_alone: rank 0 commits without the others.
 
         Raises:
-            UsageError: then, if every node has a directory of its own.
+            UsageError: ``is_alone``, and every node has its own directory.
         """
         if is_alone and self.part is not None:
             raise UsageError(
@@ -103,11 +103,10 @@ class Save:
         self.is_deferred = True
 
     def commit(self) -> bool:
-        """Commit it. On rank 0; and on the others that lead a node with a directory of its own, before it. Returns
-        True.
+        """Commit the save. On rank 0; and before that on the leaders of nodes with their own directory. Returns True.
 
         Raises:
-            CheckpointError: files are missing or empty, another job writes there, or the disk refuses.
+            CheckpointError: files are missing or empty, another job writes there, or a write fails.
         """
         saver = self._saver
         commit_save(
@@ -127,19 +126,19 @@ class Save:
 
 
 class Saver:
-    """See above.
+    """Saves checkpoints, for one session.
 
     Args:
-        host: what trains.
+        host: the trainer.
         roots: the directories of this process, with their copies.
         durability: makes complete checkpoints durable.
-        random: the generators of this rank, told of every save (`RandomState.at_save`); None if the framework saves
-            them by itself.
-        retention: which older checkpoints stay.
-        checksums: take checksums of all files.
+        random: the generators of this rank, notified of every save (`RandomState.at_save`); None if the framework saves
+            them itself.
+        retention: which older checkpoints to keep.
+        checksums: compute checksums of all files.
         retries: what to do if a save fails for a reason that may pass.
-        stopper: when the run is to stop, if it listens for that.
-        on_commit: is told of every save that counts now, where it is committed.
+        stopper: knows when the run is to stop, if it listens for that.
+        on_commit: called for every committed save, where it is committed.
     """
 
     def __init__(
@@ -174,12 +173,12 @@ class Saver:
         """Save a checkpoint; commit it, unless it is deferred. Collective.
 
         Args:
-            root: where.
+            root: the checkpoint root.
             envelope: the state of the data.
             write: see `Session.save`.
-            data: what is trained.
+            data: the data being trained on.
             tag, latest, tracker: see `Session.save`.
-            before: what comes first, once the lock of the root is held.
+            before: called first, once the lock of the root is held.
 
         Returns:
             the save; None if it failed, and the run is to continue.
@@ -205,7 +204,7 @@ class Saver:
             return save
 
         def prepare() -> None:
-            take(root)  # held since the start, unless the session was closed meanwhile
+            take(root)  # held since the start, unless the session was closed in the meantime
             self.durability.wait_for(root, tag)
             make_room(root, envelope.iteration, tag)
 
@@ -226,16 +225,17 @@ class Saver:
             root,
             save.pending.record.saved,
             expected=save.files_of_ranks,
-            # Where copies are made, the old ones go after they are copied.
+            # With copies, old ones are removed after they are copied.
             retention=self._retention if self.roots.copies_of(root) is None else KEEP_ALL,
         )
         return save
 
     def commit(self, save: Save) -> bool:
-        """Commit a save whose files are written. Retried on its own: a host's own pointer may name them already.
+        """Commit a save whose files are written. Only the commit is retried: a host's pointer may already name the
+        files.
 
         Returns:
-            whether it does; False: it failed, and the run is to continue (see `Retries`).
+            whether it was committed; False: it failed, and the run is to continue (see `Retries`).
 
         Raises, on every rank:
             CheckpointError: see `Save.commit`.
@@ -245,7 +245,7 @@ class Saver:
         return done is not None
 
     def _announce(self, root: Path, envelope: Envelope, tag: str, **pointers: bool) -> PendingCheckpoint:
-        """Rank 0 writes the marker; the leaders of other nodes, too."""
+        """Write the marker on rank 0, and on the leaders of other nodes."""
         topology, boots = self.host.topology(), self.durability.machines.boots
         parts = self.roots.parts_of(root)
         pending = on_rank_0(lambda: announce(root, envelope, tag, topology, boots=boots, **pointers))
@@ -276,17 +276,18 @@ def announce(root: Path, envelope: Envelope, tag: str, topology: Topology | None
 
 
 def record_loaded(root: Path, loaded: Loaded, *, beside: Sequence[FileEntry], replaces: bool) -> Loaded:
-    """Write the records of what was loaded from the root where the run saves, if a kill or a copy lost them. On rank 0,
-    after `Session.resume`: for a host whose framework moves a pointer of its own, after which a checkpoint counts.
+    """Write the records of a loaded checkpoint in the root where the run saves, if a kill or a copy lost them.
+
+    On rank 0, after `Session.resume`: for a host whose framework moves its own pointer, which makes a checkpoint valid.
 
     Args:
-        root: where the run saves; nothing is written if it was loaded from elsewhere.
-        loaded: what was loaded.
+        root: where the run saves; nothing is written if the checkpoint was loaded from elsewhere.
+        loaded: the loaded checkpoint.
         beside: files of that save in ``<save>/megaresume``.
-        replaces: also in place of those of another save of the step.
+        replaces: also replace records of another save of the step.
 
     Returns:
-        what was loaded, with the records that it has now.
+        the loaded checkpoint with its current records.
 
     Raises:
         CheckpointError: see `commit_save`.

@@ -1,17 +1,17 @@
-"""`Session`: how one training process loads and saves checkpoints. What differs between trainers is in a `Host`.
+"""`Session`: how a training process loads and saves checkpoints. Differences between trainers are in a `Host`.
 
-    start    clocks agree, the directory is the same on all nodes and only this job's (on both storages)
-    load     choose    rank 0: the newest complete checkpoint; the others: the same there?
-             read      the host: weights, and the state of the data that is stored with them
-             accept    of this step, and the one that lies beside the checkpoint
-             resume    data restored, random state put back, one line for the log
-    begin    before the first step: nothing else is saved over, a line in the ledger, starts without progress counted
-    save     snapshot  the state of what is trained, the same on all ranks
+    start    check clocks, and that the directory (in both storages) is the same on all nodes and only used by this job
+    load     choose    rank 0: the newest complete checkpoint; the others: do they see the same?
+             read      the host: weights, and the data state stored with them
+             accept    the state is of this step, and equals the one beside the checkpoint
+             resume    restore data and random state, print one line
+    begin    before the first step: check that nothing is overwritten, ledger line, count starts without progress
+    save     snapshot  the state of the data, the same on all ranks
              marker -> files of each rank -> the host: model files -> commit; durable later (`durability`)
-             the files, and the commit, are tried again if they failed for a reason that may pass
+             files and commit are retried if they failed for a reason that may pass
     stop     all ranks agree at a step: save, close, exit
-    finish   nothing is left to train: a line in the ledger, by which launch scripts know it
-    close    durable, copies finished, lock released
+    finish   nothing is left to train: a ledger line that launch scripts look for
+    close    wait until durable, finish copies, release the lock
 
 Every method is called on all ranks; if it fails on one rank, all of them raise.
 """
@@ -72,18 +72,18 @@ T = TypeVar("T")
 
 
 class Session:
-    """See above.
+    """Loads and saves the checkpoints of one training process.
 
     Args:
-        host: what trains.
-        data: what is trained; None if it is set later, before `resume` or `begin`.
-        save_dir: where the run saves, if known beforehand: the ledger then records starts that die before a save.
+        host: the trainer.
+        data: the data being trained on; None if it is set later, before `resume` or `begin`.
+        save_dir: where the run saves, if known in advance: the ledger then records starts that die before a save.
         stage_to: where checkpoints in ``save_dir`` are copied to.
-        retention: which older checkpoints stay.
-        position_every: steps between two notes of how far the run is, see `Positions`; None: there are none.
+        retention: which older checkpoints to keep.
+        position_every: steps between two records of the current position, see `Positions`; None: none.
         max_starts: how many starts from one step without a save are allowed; 0: any number.
-        checksums: take checksums of all files after a save, and compare them at a load.
-        random: the generators of this rank; None if the framework saves them by itself.
+        checksums: compute checksums of all files after a save, and verify them at a load.
+        random: the generators of this rank; None if the framework saves them itself.
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
         retries: what to do if a save fails for a reason that may pass.
@@ -107,7 +107,7 @@ class Session:
         retries: Retries | None = None,
         metrics: Any = None,
     ) -> None:
-        #: which steps of which run are trained again; None: this is a run of its own.
+        #: the steps to repeat, and of which run; None: this is not a replay.
         self.replay = Replay.asked()
         if self.replay is not None:
             save_dir, stage_to, retention, metrics = self.replay.out, None, KEEP_ALL, METRICS
@@ -120,16 +120,16 @@ class Session:
                 action="leave it out to note nothing between saves",
             )
         self.host, self.data = host, data
-        #: optimizer steps made, at any time and in any thread.
+        #: optimizer steps done; may be called at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
         self.roots = Roots(save_dir, stage_to, retention)
         self.max_starts, self.checksums = max_starts, checksums
         self.random, self._on_stop = random, on_stop
-        #: the samples of this rank that were handed out last; None if nobody knows.
+        #: the samples of this rank that were handed out last; None if unknown.
         self.numbers: Callable[[], Sequence[int]] | None = None
-        #: seconds that this process waits for data, and in saves.
+        #: seconds that this process spent waiting for data, and in saves.
         self.clocks = Clocks()
-        #: tells live figures; None if nobody asked for them.
+        #: reports live figures; None if not requested.
         self.meter = self._meter_of(metrics)
         #: makes complete checkpoints durable, in the background.
         self.durability = Durability(checksums=checksums)
@@ -147,14 +147,14 @@ class Session:
         )
         self.stopper: Stopper | None = None if stop is None else Stopper(stop, save_seconds=lambda: self.save_seconds)
         self.loaded: Loaded | None = None
-        #: what the last load restored.
+        #: the result of the last load.
         self.resumed: Resume | None = None
-        #: optimizer steps of the checkpoint that was saved or loaded last; None: neither.
+        #: optimizer steps of the checkpoint that was last saved or loaded; None: neither.
         self.settled_step: int | None = None
-        #: optimizer steps, state and layout of the checkpoint that was committed or loaded last; None: neither.
-        #: Of what was committed, on rank 0.
+        #: optimizer steps, state and layout of the checkpoint that was last committed (on rank 0) or loaded; None:
+        #: neither.
         self.committed: tuple[int, DataState, Topology] | None = None
-        #: how long the last save took; None if none was made. On rank 0.
+        #: duration of the last save in seconds; None if there was none. On rank 0.
         self.save_seconds: float | None = None
         self._position_every = position_every
         #: on rank 0, once training has begun.
@@ -163,7 +163,7 @@ class Session:
 
     @property
     def attempt(self) -> int | None:
-        """Starts recorded in the ledger of the run, this one included; None if none is recorded yet."""
+        """Number of starts in the run's ledger, including this one; None if none is recorded yet."""
         return self._starter.attempt
 
     def _record_start(self, root: Path, *, trains: bool = True) -> None:
@@ -172,17 +172,17 @@ class Session:
     # Start
 
     def stop_when(self, conditions: StopConditions, save: Callable[[], None]) -> None:
-        """Listen for a stop from now on, and save in this way: in place of ``stop`` and ``on_stop``."""
+        """Listen for a stop from now on, and save by this function: replaces ``stop`` and ``on_stop``."""
         self.stopper, self._on_stop = Stopper(conditions, save_seconds=lambda: self.save_seconds), save
         self.stopper.install()
 
     def start(self) -> None:
-        """Compare the clocks, and take the lock of ``save_dir``. Before anything that takes long.
+        """Compare the clocks, and take the lock of ``save_dir``. Call it before anything that takes long.
 
         Raises, on every rank:
             CheckpointError: another job writes there, or it cannot be written.
-            SetupError: a node does not see it; or clocks differ, and the run is to stop at a time of day; or not all
-                ranks know that this is a replay.
+            SetupError: a node does not see it; or clocks differ, and the run stops at a time of day; or only some ranks
+                know that this is a replay.
             UsageError: ``stage_to`` is not a place for copies.
         """
         check_clocks(needed=self.stopper is not None and self.stopper.conditions.before_end is not None)
@@ -208,20 +208,20 @@ class Session:
         weights_only: bool = False,
         adopts: bool = False,
     ) -> Any:
-        """Load the newest complete checkpoint, or what is asked for, and let the data resume from it.
+        """Load the newest complete checkpoint, or the requested one, and resume the data from it.
 
         Args:
             load_dir: the checkpoint root.
-            read: reads the weights of what was chosen; is also given the record beside it.
+            read: reads the weights of the choice; also gets the record beside it.
             pick: decides what to load: see `choose`.
-            weights_only: the data stays where it is.
+            weights_only: do not move the data.
             adopts: ``read`` builds a state if a checkpoint has none; otherwise such a checkpoint is refused unread.
 
         Returns:
-            what the host's `Restored` hands back; None if there is no checkpoint at all.
+            the result of the host's `Restored`; None if there is no checkpoint at all.
 
         Raises, on every rank:
-            CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
+            CheckpointError: the requested checkpoint is incomplete, or all are, or the ranks see different directories.
             StateError: no data state, or one that does not fit.
         """
 
@@ -247,37 +247,38 @@ class Session:
     def choose(
         self, load_dir: str | os.PathLike[str], pick: Pick | None = None, damaged: Mapping[Path, str] | None = None
     ) -> tuple[Choice | None, StepFile | None]:
-        """Rank 0 decides what to load; all ranks see the same there. Also a barrier: no rank may begin to load what
-        another refuses.
+        """Rank 0 decides what to load; all ranks check that they see the same. Also a barrier: no rank may begin to
+        load what another refuses.
 
         Args:
             load_dir: the checkpoint root.
-            pick: decides, on rank 0; is given where the copies of this root are, if anywhere, and ``damaged``. None:
-                the newest complete checkpoint.
-            damaged: tag directories that could not be read, with the reason: passed over.
+            pick: decides, on rank 0; gets the place of this root's copies, if there are any, and ``damaged``. None: the
+                newest complete checkpoint.
+            damaged: tag directories that could not be read -> the reason; these are skipped.
 
         Returns:
-            the choice, its directory as this rank knows it, and the record beside it; None if there is no checkpoint
-            at all, or ``pick`` leaves it to the framework.
+            the choice, with its directory as this rank knows it, and the record beside it; None if there is no
+            checkpoint at all, or ``pick`` leaves it to the framework.
 
         Raises, on every rank:
-            CheckpointError: what was asked for is not whole, nothing is, or the ranks see different directories.
+            CheckpointError: the requested checkpoint is incomplete, or all are, or the ranks see different directories.
         """
         self.host.settle()
         chooser = Chooser(self.host, self.roots, self.replay, checksums=self.checksums)
         return chooser.choose(load_dir, pick, damaged or {})
 
     def exactly(self, tag_dir: Path) -> Pick:
-        """Require this checkpoint and no other in `load` and `choose`."""
+        """A pick for `load` and `choose` that requires this checkpoint."""
         return lambda _shared, damaged: choose(
             tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
         )
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Restored) -> None:
-        """Take what was read as what the run resumes from.
+        """Accept what was read as the point to resume from.
 
         Raises, on every rank:
-            StateError: there is no data state; or it is of another step than the weights, or not the one beside them.
+            StateError: there is no data state; or it is of another step than the weights, or differs from the one
+                beside them.
         """
 
         def check() -> Envelope:
@@ -293,16 +294,16 @@ class Session:
         )
 
     def resume(self, *, position: int | None = None, words: str | None = None) -> None:
-        """Let the data resume from what was loaded, restore the random state, and print a line about it.
+        """Resume the data from what was loaded, restore the random state, and print a line about it.
 
         Args:
-            position: samples after which the framework continues, if it was told to continue elsewhere or numbers the
-                samples that it reads by itself; None: those of the state.
-            words: about the random state, if the framework restores it by itself.
+            position: samples after which the framework continues, if it was told to continue elsewhere or numbers its
+                samples itself; None: those of the state.
+            words: about the random state, if the framework restores it.
 
         Raises, on every rank:
-            StateError: the state does not fit the data, the ranks were given different ones, or the data is at another
-                place than the weights (`check_place`).
+            StateError: the state does not fit the data, the ranks have different ones, or the data is at another
+                position than the weights (`check_place`).
         """
         loaded, data = self.loaded, self.data
         assert loaded is not None and data is not None
@@ -354,10 +355,10 @@ class Session:
     # Steps
 
     def step_begins(self) -> None:
-        """Before the first batch of a step: stop if that was asked for; and before the very first, see `begin`.
+        """Call before the first batch of a step: stops if requested; at the very first step, see `begin`.
 
         Raises, on every rank:
-            Stopped: the run was asked to stop, and has saved; or a replay has made its last step.
+            Stopped: the run was asked to stop, and has saved; or a replay has done its last step.
         """
         if self.replay is not None:
             self._end_replay()
@@ -374,7 +375,7 @@ class Session:
             self.random.step_begins()
 
     def note_position(self) -> None:
-        """Before a step: note how far the run is, if ``position_every`` asks for it. No collective; returns at once."""
+        """Record the current position before a step, if ``position_every`` is set. No collective; returns at once."""
         if self._positions is not None:
             self._positions.note(self.host.iteration(), self.host.samples)
 
@@ -383,11 +384,11 @@ class Session:
 
         Args:
             trains: False: nothing is left to train; such a start does not count as one without progress.
-            save_interval: steps between saves, if that is known.
+            save_interval: steps between saves, if known.
 
         Raises, on every rank:
-            UsageError: nothing was loaded, and the run would save over what is there.
-            CheckpointError: starts lead to no save, or the directory cannot be written.
+            UsageError: nothing was loaded, and the run would overwrite existing checkpoints.
+            CheckpointError: too many starts without a save, or the directory cannot be written.
         """
         iteration, _ = self._starter.began_at()
         if (replay := self.replay) is not None and replay.tag is not None and self.loaded is None:
@@ -412,7 +413,7 @@ class Session:
         self._begun = True
 
     def _note_positions(self, every: int) -> None:
-        """On rank 0."""
+        """Start recording positions. On rank 0."""
         root = self.roots.save_dir
         if root is None or (run := run_of(root)) is None:
             return
@@ -429,7 +430,7 @@ class Session:
     def _meter_of(self, metrics: Any) -> Meter | None:
         if not metrics:
             return None
-        from megaresume.checkpoint.metrics.session_figures import make_meter  # deferred: only for figures
+        from megaresume.checkpoint.metrics.session_figures import make_meter  # deferred: only needed for figures
 
         return make_meter(metrics, self.clocks, self.host)
 
@@ -438,7 +439,7 @@ class Session:
         from megaresume.checkpoint.metrics.looker import Watched
         from megaresume.checkpoint.metrics.session_figures import figures_of_run
 
-        # After a load in the middle of a program nothing was started.
+        # A load in the middle of a program is not a start.
         age, root = 0.0 if self._begun else process_age(), self.roots.save_dir
         return Watched(
             stream=getattr(self.data, "stream", None),
@@ -455,13 +456,13 @@ class Session:
     # Save
 
     def snapshot(self, iteration: int | None = None) -> Envelope:
-        """The state of what is trained, the same on every rank.
+        """The state of the data being trained on, the same on every rank.
 
         Args:
-            iteration: optimizer steps done, if the host does not count them by itself.
+            iteration: optimizer steps done, if the host does not count them.
 
         Raises, on every rank:
-            StateError: what was handed out and what was trained do not fit, or the ranks' states differ.
+            StateError: what was handed out does not match what was trained, or the ranks' states differ.
         """
         data, samples = self.data, self.host.samples()
         assert data is not None
@@ -505,23 +506,23 @@ class Session:
 
         Args:
             save_dir: the checkpoint root.
-            write: writes the model files of this rank, with ``save.envelope`` among them; may `Save.defer`. What can
-                fail on one rank alone it does in `on_all_ranks`: only what all of them raise is tried again.
+            write: writes the model files of this rank, including ``save.envelope``; may `Save.defer`. Anything that can
+                fail on one rank must run in `on_all_ranks`: only what all of them raise is retried.
             tag: name of the tag directory.
-            envelope: of `snapshot`, if it was taken already.
+            envelope: from `snapshot`, if it was taken already.
             is_untouched: whether nothing of the step that began is trained; for the random state.
             latest, tracker: whether the commit moves DeepSpeed's pointer, and Megatron's.
 
         Returns:
-            what ``write`` did; None if the save failed, and the run is to continue (see `Retries`), or in a replay,
-            which saves nothing.
+            the result of ``write``; None if the save failed, and the run is to continue (see `Retries`), or in a
+            replay, which saves nothing.
 
         Raises, on every rank:
-            Stopped: a replay has made its last step.
+            Stopped: a replay has done its last step.
             StateError: see `snapshot`.
-            UsageError: the directory holds checkpoints that this run did not resume from; or it is not the run's.
-            CheckpointError: files are missing or empty, another job writes there, or the disk refuses. The pointers
-                stay as they were.
+            UsageError: the directory has checkpoints that this run did not resume from; or it is not the run's.
+            CheckpointError: files are missing or empty, another job writes there, or a write fails. The pointers are
+                unchanged.
             SetupError: a node does not see the directory.
         """
         if self.passes_over_saves():
@@ -554,7 +555,7 @@ class Session:
         return save.result
 
     def passes_over_saves(self) -> bool:
-        """Whether this is a replay, which saves nothing; one that has made its last step ends here, on all ranks.
+        """Whether this is a replay, which saves nothing; if it has done its last step, it ends here, on all ranks.
 
         Raises:
             Stopped: it has.
@@ -572,7 +573,7 @@ class Session:
         self.is_saved(save.began)
 
     def is_saved(self, began: float) -> None:
-        """Note that the save that began at ``began`` (monotonic clock) is over. On rank 0."""
+        """Record the end of the save that began at ``began`` (monotonic clock). On rank 0."""
         self.save_seconds = time.monotonic() - began
         if self.stopper is not None and self.stopper.stopping:
             self.stopper.saved()
@@ -580,7 +581,7 @@ class Session:
     # Stop, close
 
     def _end_replay(self) -> None:
-        """End the program if this is a replay, and has made its last step; on all ranks, at a step boundary."""
+        """End the program if this is a replay that has done its last step; on all ranks, at a step boundary."""
         if self.replay is None or self.host.iteration() < self.replay.last:
             return
         reason = f"replayed to step {self.replay.last}, the program ends here"
@@ -593,7 +594,7 @@ class Session:
         step = self.host.iteration()
         if step and step != self.settled_step and self._on_stop is not None:
             self._on_stop()
-        # While signals are still caught: what is in flight when the program ends dies of the next one.
+        # While signals are still caught: the next one would kill whatever is in progress.
         self.host.settle()
         stopper.saved()
         status = stopper.conditions.status
@@ -606,12 +607,12 @@ class Session:
     def finish(self) -> None:
         """Record in the ledger of ``save_dir`` that nothing is left to train. After the last save, before `close`.
 
-        A program that ends with status 0 may have been stopped, or given a number of minutes: launch scripts take a
-        run as finished only if this line is there.
+        A program that ends with status 0 may have been stopped, or have had a time limit: launch scripts take a run as
+        finished only if this line exists.
 
         Raises, on every rank:
             CheckpointError: another job has the directory now, or it cannot be written.
-            Stopped: a replay has made its last step.
+            Stopped: a replay has done its last step.
         """
         self._end_replay()
         root, data = self.roots.save_dir, self.data
@@ -624,26 +625,30 @@ class Session:
         on_rank_0(lambda: _record_end(root, iteration, data.snapshot(samples), topology))
 
     def finish_at_exit(self) -> None:
-        """The same with the checkpoint that was committed or loaded last. On rank 0, as the program ends and no ranks
-        meet any more; lets other jobs write. Raises CheckpointError."""
+        """Like `finish`, for the checkpoint last committed or loaded, while the program exits and ranks no longer meet.
+
+        On rank 0; allows other jobs to write. Raises CheckpointError.
+        """
         if self.roots.save_dir is not None and self.committed is not None:
             _record_end(self.roots.save_dir, *self.committed)
             release(self.roots.save_dir)
 
     def take_over(self, root: Path) -> None:
-        """From now on this process group saves to a directory that another one of the same run has saved to: it
-        starts there at the current step. Before the save."""
+        """Make this process group save to a directory where another group of the same run has saved: it starts there at
+        the current step. Before the save.
+        """
         self._starter.begin_at(self.host.iteration(), self.host.samples())
         self.roots.mark_as_own(root)
 
     def hand_over(self, root: Path) -> None:
-        """Another process group of the same run is to save there: wait until what was saved is durable, and let it."""
+        """Leave a directory to another process group of the same run, once everything saved is durable."""
         self.durability.close(is_saving=False)
         self.roots.let_go(root)
 
     def close(self) -> None:
-        """Wait until what was saved is durable and copied, stop listening, and let other jobs write. On any rank; a
-        later save takes the lock again."""
+        """Wait until everything saved is durable and copied, stop listening, and allow other jobs to write. On any
+        rank; a later save takes the lock again.
+        """
         left = None
         if self._positions is not None:
             self.note_position()

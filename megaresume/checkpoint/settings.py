@@ -1,9 +1,9 @@
-"""All settings, each declared once, in the groups in which `megaresume.attach` takes them.
+"""All settings, each declared once, in groups that are parameters of `megaresume.attach`.
 
     attach(engine, data, checkpoints=Checkpoints(...), stop=StopConditions(...),
            loader_options=LoaderOptions(...), data_options=DataOptions(...))
 
-From here come the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.cluster.training` and of
+They become the parameters of `attach`, the flags of Megatron's scripts, of `megaresume.cluster.training` and of
 ``megaresume plan`` (`megaresume.checkpoint.flags`), and the table in docs/settings.md.
 """
 
@@ -107,18 +107,18 @@ class LoaderOptions:
 
     @property
     def batch_kwargs(self) -> dict[str, Any]:
-        """The settings of what a batch is, as parameters of `StreamDataset`."""
+        """The settings for the content of batches, as parameters of `StreamDataset`."""
         return {"fields": self.fields, "attention_mask": self.attention_mask, "pad_id": self.pad_id}
 
     @property
     def reader_kwargs(self) -> dict[str, Any]:
-        """The settings of reading ahead, as parameters of `StreamLoader`; page-locked memory depends on the device."""
+        """The settings for reading ahead, as parameters of `StreamLoader`; page-locked memory depends on the device."""
         names = ("num_workers", "prefetch", "read_ahead", "requests", "cache_dir", "cache_gib", "start_method")
         return {name: getattr(self, name) for name in names}
 
     @property
     def balanced(self) -> Balance | None:
-        """How ranks are balanced. Raises UsageError for another objective, or cost."""
+        """The rule for balancing ranks. Raises UsageError for an unknown objective, or a bad cost."""
         return None if self.balance is None else Balance(objective=self.balance, token_cost=self.balance_token_cost)
 
 
@@ -210,11 +210,11 @@ class Checkpoints:
 
     @property
     def retries(self) -> Retries:
-        """How often a failed save is tried again. Raises UsageError for a negative number."""
+        """How failed saves are retried. Raises UsageError for a negative number."""
         return Retries(tries=self.save_retries, wait=self.save_retry_wait, on_failure=self.on_save_failure)
 
 
-#: what of `Checkpoints` a `Session` is told.
+#: the fields of `Checkpoints` that are passed to a `Session`.
 _OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
@@ -224,7 +224,7 @@ Mode = Literal["stream", "guard", "off"]
 @described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchOptions:
-    """What only a command line sets, or `attach` takes as parameters of its own."""
+    """Settings that only a command line has, or that are separate parameters of `attach`."""
 
     data: str | None = setting(
         None,
@@ -280,7 +280,7 @@ class LaunchOptions:
     )
 
 
-#: of all settings, in the order in which help and docs show them.
+#: all settings, in the order of help and docs.
 GROUPS: Mapping[str, type[Any]] = {
     "launch": LaunchOptions,
     "data_options": DataOptions,

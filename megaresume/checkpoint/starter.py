@@ -1,9 +1,9 @@
-"""`Starter`: a start goes into the ledger of every root that the run saves to, before its first save there.
+"""`Starter`: records a start in the ledger of every root that the run saves to, before its first save there.
 
-rank 0       the root has no checkpoints that the run did not resume from; interrupted commits are settled; a line in
-             the ledger; the copies learn where the run begins
-each node    with a directory of its own: the same there, but for the ledger
-all ranks    what an earlier process left complete and not durable is made durable
+rank 0       checks that the root has no checkpoints that the run did not resume from; settles interrupted commits;
+             writes a ledger line; tells the copies where the run begins
+each node    with its own directory: the same there, without the ledger
+all ranks    make durable what an earlier process left complete but not durable
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 
 
 class Starter:
-    """See above.
+    """Records the start of one process.
 
     Args:
-        host: what trains.
+        host: the trainer.
         roots: the directories of this process.
         durability: makes complete checkpoints durable.
-        state_at: the state of the data after so many samples.
+        state_at: returns the state of the data after this many samples.
     """
 
     def __init__(self, host: Host, roots: Roots, durability: Durability, state_at: Callable[[int], DataState]) -> None:
         self._host, self._roots, self._durability, self._state_at = host, roots, durability, state_at
-        #: starts recorded in the ledger of the run, this one included; None if none is recorded yet.
+        #: number of starts in the run's ledger, including this one; None if none is recorded yet.
         self.attempt: int | None = None
         #: optimizer steps and samples at which this process began; None if it has not.
         self._first: tuple[int, int] | None = None
-        #: roots whose ledger knows of this start.
+        #: roots whose ledger has this start.
         self._recorded: set[Path] = set()
 
     def begin_at(self, iteration: int, samples: int) -> None:
-        """The process begins here, and no ledger knows of it: after a load, or where it continues in another root."""
+        """Set where the process begins, not yet in any ledger: after a load, or when it continues in another root."""
         self._first = iteration, samples
         self._recorded.clear()
 
     def began_at(self) -> tuple[int, int]:
-        """The optimizer steps and samples at which this process began; where it is now, if it has not begun."""
+        """The optimizer steps and samples at which this process began; the current ones if it has not begun."""
         if self._first is None:
             self._first = self._host.iteration(), self._host.samples()
         return self._first
@@ -70,7 +70,7 @@ class Starter:
             trains: False: nothing is left to train.
 
         Raises, on every rank:
-            UsageError: nothing was loaded, and the run would save over what is there.
+            UsageError: nothing was loaded, and the run would overwrite existing checkpoints.
             CheckpointError: the directory cannot be written.
         """
         if root.resolve() in self._recorded:
@@ -86,7 +86,7 @@ class Starter:
                 self._check_fresh(root, copies, cause)
             if copies is not None:
                 copies.adopt(is_fresh=is_fresh)
-            # What the marker of a killed save says is settled here, before the next save could overwrite it.
+            # Settles what a killed save's marker says, before the next save could overwrite it.
             record_start(
                 root,
                 iteration=iteration,
@@ -97,7 +97,7 @@ class Starter:
             )
             entries = read_ledger(ledger_path(root)).entries
             saved = [entry.iteration for entry in entries if entry.kind == "checkpoint"]
-            if saved and saved[-1] > iteration:  # of a start that was refused it would not be true
+            if saved and saved[-1] > iteration:  # not true for a start that was refused
                 print(f"megaresume: the run goes back: step {saved[-1]} -> {iteration}", flush=True)
             past = frozenset[str]()
             if copies is not None:
@@ -119,14 +119,14 @@ class Starter:
 
         done = on_rank_0(record)
         left = done.left if parts is None else on_all_ranks(follow)
-        for saved in left:  # of a process that was killed meanwhile
+        for saved in left:  # by a process that was killed before
             self._durability.submit(root, saved)
         self.attempt = done.starts
         self._roots.mark_as_own(root)
         self._recorded.add(root.resolve())
 
     def _check_fresh(self, root: Path, copies: Staged | None, cause: str) -> None:
-        """On rank 0: the root and its copies hold no checkpoints of another run."""
+        """Check on rank 0 that the root and its copies have no checkpoints of another run."""
         check = functools.partial(check_fresh_start, cause=cause, load=self._load(root))
         if copies is None:
             check(root.resolve())
@@ -141,9 +141,9 @@ class Starter:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """What rank 0 tells of a start."""
+    """What rank 0 tells the others about a start."""
 
-    #: recorded in the ledger of the run, this one included.
+    #: number in the run's ledger, including this one.
     starts: int
     #: ids of the saves that the run builds on.
     past: frozenset[str]
@@ -151,5 +151,5 @@ class _Recorded:
 
 
 def _left(root: Path) -> list[Saved]:
-    """What earlier processes have left complete and not durable."""
+    """Checkpoints that earlier processes left complete but not durable."""
     return [manifest.saved for manifest in not_durable(root)]

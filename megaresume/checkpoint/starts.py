@@ -1,10 +1,10 @@
-"""The beginning and the end of a run, which the ledger records.
+"""The start and the end of a run, as recorded in the ledger.
 
-record_start        an interrupted commit is finished or abandoned; the start goes into the ledger
-record_end          nothing is left to train: the only proof of it that launch scripts use
-distrust_tracker    Megatron's tracker may name a save that was never committed, and a power cut has torn
-check_fresh_start   a start from step 0 may not save over the checkpoints of another run: a forgotten load looks so
-check_progress      a job that dies before its first save is started again, and again, for nothing
+record_start        finishes or abandons an interrupted commit; records the start in the ledger
+record_end          nothing is left to train: the only proof that launch scripts accept
+distrust_tracker    Megatron's tracker may name a save that was never committed, and that a power cut has torn
+check_fresh_start   a start from step 0 must not overwrite another run's checkpoints: that is what a forgotten load does
+check_progress      stops a job that dies before its first save and is restarted again and again
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ def record_start(
 ) -> LedgerEntry:
     """Record that training begins here. On rank 0, once, before the first save; nothing else writes at that time.
 
-    A commit that was killed after its manifest is finished if it is what was loaded (pointers, ledger line), and its
-    marker is taken away if something else was loaded: it was passed over on purpose. Saves that did not get as far
+    A killed commit that has written its manifest is finished (pointers, ledger line) if it is what was loaded; if
+    something else was loaded, it was skipped on purpose, and its marker is removed. Saves that did not get that far
     keep their marker: their tag directories stay known as incomplete. Temporary files of killed writers are deleted.
 
     Args:
-        save_dir: the checkpoint root that this run will save to; created if need be.
+        save_dir: the checkpoint root that this run will save to; created if necessary.
         iteration: optimizer steps done at the start.
-        state: of the data as restored, or at their beginning.
+        state: of the data as restored, or at the beginning.
         choice: what was loaded; None: nothing.
-        topology: how the run is laid out now.
-        details: whatever else the ledger should keep about this start; plain JSON.
+        topology: the current layout of the run.
+        details: anything else about this start for the ledger; plain JSON.
 
     Returns:
         the line that was appended.
@@ -83,7 +83,7 @@ def record_start(
 
 
 def tidy(root: Path, choice: Choice | None = None) -> None:
-    """Clear away what killed writers left, and settle the commits that a kill cut off: see `record_start`.
+    """Delete what killed writers left, and settle the commits that a kill interrupted: see `record_start`.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -103,7 +103,7 @@ def record_end(
         save_dir: the checkpoint root.
         iteration: the last optimizer step.
         state: of the data at the end.
-        topology: how the run is laid out.
+        topology: the layout of the run.
 
     Returns:
         the line that was appended.
@@ -123,14 +123,14 @@ def record_membership(
     topology: Topology,
     details: Mapping[str, Any],
 ) -> LedgerEntry:
-    """Record who trains together since this step. By one process, after the step was made; it need not own the
+    """Record who trains together from this step on. By one process, after the step was done; it need not own the
     directory.
 
     Args:
         save_dir: the checkpoint root.
-        iteration: the first step that they made together.
+        iteration: the first step that they did together.
         state: of the data after it.
-        topology: how they are laid out.
+        topology: their layout.
         details: who they are; plain JSON.
 
     Returns:
@@ -170,8 +170,8 @@ def _append(
 
 
 def record_cut_commits(root: Path) -> None:
-    """Let the ledger know of commits that a kill cut off. As the owner of the root, before the lines of other machines
-    are added: a save belongs to the start before it.
+    """Record commits that a kill interrupted in the ledger. As the owner of the root, before the lines of other
+    machines are added: a save belongs to the start before it.
 
     Raises:
         CheckpointError: the directory cannot be written.
@@ -192,13 +192,13 @@ def _settle(root: Path, choice: Choice | None) -> None:
 
 
 def _recorded(root: Path) -> set[Any]:
-    """The saves that the ledger has a line of."""
+    """The saves that have a line in the ledger."""
     entries = read_ledger(ledger_path(root)).entries
     return {entry.details.get("save_id") for entry in entries if entry.kind == "checkpoint"}
 
 
 def _cut_commits(root: Path) -> Iterator[tuple[StepFile, Manifest, Marker]]:
-    """What a kill has left whole, with its marker."""
+    """Checkpoints that a kill left complete, with their markers."""
     for candidate in list_candidates(root):
         if "saving" not in candidate.records or candidate.iteration is None:
             continue
@@ -211,12 +211,14 @@ def _cut_commits(root: Path) -> Iterator[tuple[StepFile, Manifest, Marker]]:
 
 
 def distrust_tracker(root: Path) -> str | None:
-    """Megatron moves its tracker before a save is committed. If that never was, the files may hold anything as soon as
-    a machine that wrote them has gone down: the tracker names the newest complete checkpoint again, or none is left if
-    nothing was ever committed. On rank 0, as the owner of the root.
+    """Correct Megatron's tracker if it names a save that was never committed. On rank 0, as the owner of the root.
 
-    Nobody commits the saves of a Megatron that schedules them in a way of its own: such a run would lose more than one
-    save, and its tracker is believed.
+    Megatron moves its tracker before a save is committed. Without a commit, the files may contain anything once a
+    machine that wrote them has gone down: the tracker is set back to the newest complete checkpoint, or removed if
+    nothing was ever committed.
+
+    If a Megatron schedules saves in its own way, nobody commits them: such a run would lose more than one save, so its
+    tracker is trusted.
 
     Returns:
         the tag that is no longer named; None if nothing was changed.
@@ -245,18 +247,18 @@ def distrust_tracker(root: Path) -> str | None:
 
 
 def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: str) -> None:
-    """Refuse to save to a directory that holds checkpoints which this start did not resume from. Reads only.
+    """Refuse to save to a directory with checkpoints that this start did not resume from. Only reads.
 
-    What a kill in the middle of a first save has left is not a checkpoint.
+    What a kill left in the middle of a first save is not a checkpoint.
 
     Args:
         directory: the checkpoint root.
-        cause: how that can happen in this program.
+        cause: how this can happen in this program.
         load: how to resume from it.
 
     Raises:
-        UsageError: one of them is complete.
-        CheckpointError: there are some, or were, and none is complete.
+        UsageError: a checkpoint there is complete.
+        CheckpointError: there are checkpoints, or were, and none is complete.
     """
     choice = choose(directory)
     if choice is None:
@@ -273,7 +275,7 @@ def check_fresh_start(directory: str | os.PathLike[str], *, cause: str, load: st
 #: how many starts from one step without a save in between are allowed.
 MAX_STARTS = 5
 
-#: among the details of a start: the run was over, and was launched again. Such a start does not count.
+#: a detail of a start: the finished run was launched again. Such a start does not count.
 NOTHING_TO_TRAIN = "nothing_to_train"
 
 
@@ -284,17 +286,18 @@ def check_progress(
     save_interval: int | None = None,
     max_starts: int = MAX_STARTS,
 ) -> None:
-    """Stop a run that starts from the same place again and again and never gets to its next save. On rank 0, after
-    `record_start`, once it is clear that there is something left to train.
+    """Stop a run that starts from the same step again and again and never reaches its next save.
+
+    On rank 0, after `record_start`, once it is clear that something is left to train.
 
     Args:
         save_dir: the checkpoint root.
         iteration: optimizer steps done at this start.
-        save_interval: steps between saves, if that is known: the number to change.
+        save_interval: steps between saves, if known: the number to change.
         max_starts: how many starts are allowed; 0: any number.
 
     Raises:
-        CheckpointError: more starts than that, with when they were and how long they can have lived.
+        CheckpointError: more starts than that; with their times and an upper bound of how long they lived.
         StateError: the ledger cannot be read.
     """
     if max_starts < 1:
@@ -321,7 +324,7 @@ def check_progress(
 
 
 def starts_from(events: Sequence[LedgerEntry], iteration: int) -> list[LedgerEntry]:
-    """The starts from an iteration at the end of a ledger which had something to train and saved nothing.
+    """The last starts in a ledger, all from this iteration, that had something to train and saved nothing.
 
     Args:
         events: `LedgerReading.events`.
@@ -347,8 +350,11 @@ def _lived(starts: list[LedgerEntry]) -> str | None:
 
 
 def restore_older(root: Path, *, holds_parts: bool = False) -> None:
-    """On rank 0, as the owner of the root; and on others that own one which ``holds_parts``: no start takes what its
-    pointers name."""
+    """Restore saves that an unfinished second save of their step moved aside, and correct Megatron's tracker.
+
+    So no start loads an unfinished save that a pointer names. On rank 0, as the owner of the root; with
+    ``holds_parts``, on the owners of the nodes' roots.
+    """
     for tag in put_back(root):
         log.warning("megaresume: the second save of %s did not end: the first one is restored", tag)
     if not holds_parts and (named := distrust_tracker(root)) is not None:
@@ -360,14 +366,14 @@ def restore_older(root: Path, *, holds_parts: bool = False) -> None:
 
 
 def give_up(root: Path, iteration: int, tag: str, *, holds_parts: bool = False) -> None:
-    """On rank 0, after a save that failed: an older save of the step counts again, or the space is free."""
-    take(root)  # waiting to try again, this job may have lost it
+    """After a failed save, make an older save of the step valid again, or free the space. On rank 0."""
+    take(root)  # this job may have lost it while waiting to retry
     restore_older(root, holds_parts=holds_parts)
     abandon_save(root, iteration=iteration, tag=tag)
 
 
 def restore_if_unlocked(root: Path) -> None:
-    """On rank 0, for a directory that this run only reads, so far: not what another job is saving there now."""
+    """`restore_older` in a directory that this run only reads so far, unless another job is saving there. On rank 0."""
     try:
         take(root)
     except CheckpointError as error:

@@ -1,20 +1,20 @@
 """Stopping in time: signals, a trigger file and a time budget become one decision of all ranks at a step boundary.
 
-    signal on any rank, or on rank 0: the file is there, the minutes are up, the job's end is near
+    a signal on any rank; or on rank 0: the file exists, the minutes are up, the job's end is near
                 -> at the next step boundary all ranks know (one all-reduce)
-                -> save -> exit with a status of one's choice (0)
+                -> save -> exit with a chosen status (0)
 
-A handler only notes that its signal came: nothing is saved, printed or freed in the middle of a step, and a second
-signal changes nothing about a save that has begun. Worker processes of our loaders outlive the signal
-(`megaresume.batches.workers`), because Slurm sends it to them too.
+A handler only records its signal: nothing is saved, printed or freed in the middle of a step, and a second signal does
+not affect a save that has begun. Worker processes of our loaders survive the signal (`megaresume.batches.workers`),
+because Slurm sends it to them too.
 
-Do the clocks of the nodes agree? Asked once at the start (`check_clocks`): the end of a job is a time of day.
+Do the clocks of the nodes agree? Checked once at the start (`check_clocks`), as the end of a job is a time of day:
 
-    gather   all ranks have met: none is ahead of the others by more than it took
-    gather   everybody's time of day, taken after that
+    gather   all ranks have met: none is ahead of the others by more than this took
+    gather   each rank's time of day, taken after that
 
-What the second one took is the error of the measurement. A rank that was held up in between looks like a clock that is
-wrong: a difference is measured again before it is believed.
+The duration of the second one is the error of the measurement. A rank that was delayed in between looks like a wrong
+clock, so a difference is measured again before it counts.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from megaresume.checkpoint.flags import described, setting
 from megaresume.checkpoint.ranks import finished, gather, is_rank_0, known_to_all, world_size
 from megaresume.stream.errors import SetupError, UsageError, listed
 
-#: what Slurm and people send before they kill.
+#: the signals that Slurm and people send before they kill.
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-#: where the end of the job is looked for: seconds since 1970. The first is for schedulers other than Slurm.
+#: variables with the end of the job, in seconds since 1970. The first is for schedulers other than Slurm.
 END_TIME_VARIABLES = ("MEGARESUME_JOB_END_TIME", "SLURM_JOB_END_TIME")
 
 
 class Stopped(SystemExit):
-    """The run was asked to stop, saved, and is not over: ends the process with the status in ``code``."""
+    """The run was asked to stop, has saved, and is not finished: ends the process with the status in ``code``."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(status)
-        #: what asked for it, as a sentence without a full stop.
+        #: what requested it, as a sentence without a full stop.
         self.reason = reason
 
 
@@ -71,7 +71,7 @@ def minutes_before_end(text: str | float | None) -> float | Literal["auto"] | No
 @described
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StopConditions:
-    """When to save and exit. Any of them is enough.
+    """When to save and exit; any one condition is enough.
 
     Raises:
         UsageError: an unknown signal, an impossible time or status, or an unknown end of the job.
@@ -121,7 +121,7 @@ class StopConditions:
                     action=f"pass minutes, or leave {what} out",
                 )
         if not 0 <= self.status <= 255:
-            # The system keeps the last 8 bits: 256 would be 0.
+            # The system keeps the lowest 8 bits: 256 would be 0.
             raise UsageError("this is not an exit status", found=self.status, expected="0 to 255", action="such as 75")
         if self.before_end is not None and job_end(os.environ) is None:
             raise UsageError(
@@ -144,8 +144,7 @@ def _value(name: str) -> str:
 
 
 def job_end(environment: Mapping[str, str]) -> float | None:
-    """When the scheduler will end this job, in seconds since 1970; None if nobody says, or something that is not a
-    time."""
+    """When the scheduler will end this job, in seconds since 1970; None if unknown, or not a time."""
     for name in END_TIME_VARIABLES:
         text = environment.get(name, "")
         if text.isascii() and text.isdigit():
@@ -153,18 +152,18 @@ def job_end(environment: Mapping[str, str]) -> float | None:
     return None
 
 
-#: seconds kept for a save that was never measured.
+#: seconds assumed for a save that was never measured.
 UNKNOWN_SAVE = 300.0
 
 log = logging.getLogger(__name__)
 
 
 class Stopper:
-    """Listens on one rank, and asks all at step boundaries.
+    """Listens on one rank, and asks all ranks at step boundaries.
 
     Args:
         conditions: when to stop.
-        save_seconds: how long a save takes, as measured; None while no save was measured. Asked on rank 0.
+        save_seconds: returns the measured duration of a save; None before the first. Called on rank 0.
     """
 
     def __init__(self, conditions: StopConditions, *, save_seconds: Callable[[], float | None]) -> None:
@@ -181,7 +180,7 @@ class Stopper:
         self._boundaries: deque[float] = deque(maxlen=16)
 
     def install(self) -> None:
-        """Listen to the signals from now on. In the main thread; a second call changes nothing.
+        """Listen to the signals from now on. In the main thread; a second call does nothing.
 
         Raises:
             UsageError: this is not the main thread.
@@ -199,7 +198,7 @@ class Stopper:
             self._replaced[number] = signal.signal(number, self._note)
 
     def uninstall(self) -> None:
-        """Restore the signal handlers that were there before."""
+        """Restore the previous signal handlers."""
         for number, handler in self._replaced.items():
             signal.signal(number, handler)
         self._replaced.clear()
@@ -207,19 +206,20 @@ class Stopper:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         self._received.append(name)
-        # No print: a handler may interrupt a print. One write is safe; whoever read it may be gone, by the same signal.
+        # No print: a handler may interrupt a print. One write is safe; its reader may have been killed by the same
+        # signal.
         more = "again: nothing changes" if len(self._received) > 1 else "this process saves and exits at the step's end"
         with contextlib.suppress(OSError):
             os.write(2, f"megaresume: {name} received, {more}\n".encode())
 
     def reason(self) -> str | None:
-        """Why this rank alone would stop now."""
+        """Why this rank alone would stop now; None if it would not."""
         if self._received:
             return f"{self._received[0]} received"
         if not is_rank_0():
             return None  # clocks differ, and not every node sees the same files at the same time
         conditions = self.conditions
-        # Not Path.exists, which raises where it may not look: here that would leave the other ranks waiting.
+        # Not Path.exists, which raises if it may not look: that would leave the other ranks waiting.
         if conditions.file is not None and os.path.exists(conditions.file):
             return f"{conditions.file} is there"
         minutes = (time.monotonic() - self._began) / 60
@@ -230,12 +230,12 @@ class Stopper:
         return None
 
     def look(self) -> str | None:
-        """At a step boundary: why this rank alone would stop. Somebody has to ask the others; see `agreed`."""
+        """At a step boundary: why this rank alone would stop. The caller must ask the others; see `agreed`."""
         self._boundaries.append(time.monotonic())
         return self.reason()
 
     def stops(self, answer: bool) -> bool:
-        """Take note of what all ranks agreed on, and warn if it comes too late."""
+        """Record what all ranks agreed on, and warn if it comes too late."""
         self.stopping = answer
         self._warn(answer)
         return answer
@@ -269,7 +269,7 @@ class Stopper:
             return 60.0 * given
         times = list(self._boundaries)
         longest = max((after - before for before, after in pairwise(times)), default=0.0)
-        # Saves vary on shared storage; and one more step must fit, since boundaries are when we look.
+        # Durations vary on shared storage; and one more step must fit, since this is only checked at boundaries.
         return 1.5 * (self._save_seconds() or UNKNOWN_SAVE) + 2 * longest
 
     def _warn(self, stops: bool) -> None:
@@ -289,7 +289,7 @@ class Stopper:
             )
 
     def saved(self) -> None:
-        """Remove the trigger file now that the checkpoint is saved, or the next start would stop at once."""
+        """Remove the trigger file after the checkpoint is saved, or the next start would stop at once."""
         file = self.conditions.file
         if file is None or not is_rank_0():
             return
@@ -303,9 +303,9 @@ class Stopper:
             )
 
 
-#: a difference that is no longer taken for a network's. NTP keeps the clocks of a cluster within milliseconds.
+#: a larger difference is not due to the network. NTP keeps the clocks of a cluster within milliseconds.
 MOST_SECONDS_APART = 5.0
-#: how often a difference is measured before it is believed.
+#: how often a difference is measured before it counts.
 _TIMES = 3
 
 
@@ -313,17 +313,17 @@ def check_clocks(*, needed: bool) -> None:
     """Compare the clocks of all ranks. Collective.
 
     Args:
-        needed: whether the run stops by the time of day.
+        needed: whether the run stops at a time of day.
 
     Raises, on every rank:
-        SetupError: they differ, and ``needed``. If they are not needed, rank 0 prints a warning.
+        SetupError: they differ, and ``needed``. If not needed, rank 0 prints a warning instead.
     """
     if world_size() == 1:
         return
     began = time.monotonic()
     gather(None)
     took = time.monotonic() - began
-    # Of every rank: how far its clock is from rank 0's, ahead of it if positive, and its host; the nearest measured.
+    # For every rank: host, and how far its clock is ahead of rank 0's; the smallest difference measured.
     nearest: dict[int, tuple[float, str]] = {}
     for _ in range(_TIMES):
         began = time.monotonic()
@@ -331,7 +331,7 @@ def check_clocks(*, needed: bool) -> None:
         took = time.monotonic() - began
         for rank, found in enumerate(zip((now - times[0] for now in times), hosts, strict=True)):
             nearest[rank] = min(nearest.get(rank, found), found, key=lambda one: abs(one[0]))
-        # All ranks hold the same readings, and come to the same decision.
+        # All ranks have the same readings, and so make the same decision.
         apart = {host: seconds for seconds, host in nearest.values() if abs(seconds) > MOST_SECONDS_APART}
         if not apart:
             return

@@ -1,13 +1,12 @@
-"""What records say about the machine and the run that wrote them; and locks that killed builds left behind.
+"""What records contain about the machine and the run that wrote them; and locks left behind by killed builds.
 
-Times are UTC, to the millisecond, readable and sortable as text. The age of a process, the boot of its machine, and
-what is mounted where are the system's. `Topology` is how the run was laid out: information for people, and no part of
-the data state.
+Times are UTC, to the millisecond, readable and sortable as text. The age of a process, the boot of its machine and the
+mounts come from the system. `Topology` is the layout of a run: information for people, not part of the data state.
 
-Locks of torch's builds of extensions whose process is dead: every later start would wait for them, without a word.
-DeepSpeed builds its operations when they are first used (``torch.utils.cpp_extension.load``): the process that makes
-the file ``lock`` of an extension builds it, and all others wait until that file is gone (``torch.utils.file_baton``).
-That process has the file open meanwhile; after a SIGKILL nobody has, and it stays.
+Dead locks of torch's extension builds, for which every later start would wait silently. DeepSpeed builds its operations
+when they are first used (``torch.utils.cpp_extension.load``): the process that creates the file ``lock`` of an
+extension builds it, and all others wait until that file is gone (``torch.utils.file_baton``). That process keeps the
+file open; after a SIGKILL the file stays, and no process has it open.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ def utc(seconds: float) -> str:
 
 
 def seconds_of(time: str) -> float:
-    """Seconds since 1970 of what `utc` gave. Raises ValueError if it is no time."""
+    """Seconds since 1970 for a result of `utc`. Raises ValueError if it is not a time."""
     return datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
 
 
 def process_age() -> float | None:
     """Seconds since this process was started; None if the system does not tell (it is not Linux).
 
-    Field 22 of ``/proc/self/stat``, see proc_pid_stat(5): clock ticks from the start of the system to that of the
-    process.
+    From field 22 of ``/proc/self/stat``, see proc_pid_stat(5): clock ticks from the boot of the system to the start of
+    the process.
     """
     try:
         started = int(stat_fields("self")[19]) / os.sysconf("SC_CLK_TCK")
@@ -57,12 +56,12 @@ def process_age() -> float | None:
 
 #: seconds that ``sysctl`` may take.
 _SYSCTL_PATIENCE = 10.0
-#: boots of other machines that are known to be up.
+#: boots of other machines known to be up.
 _up: set[str] = set()
 
 
 def boot_id() -> str:
-    """This boot of this machine, as its system names it: what memory held at another one is gone. Empty: not known."""
+    """The id of this machine's current boot; memory of earlier boots is lost. Empty if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -70,14 +69,14 @@ def boot_id() -> str:
 
 
 def identity_of(directory: Path) -> tuple[str, int, int]:
-    """What tells a directory from every other one, of any machine: boot, device and inode. Raises OSError."""
+    """An identity of a directory across machines: boot, device and inode. Raises OSError."""
     stat = os.stat(directory)
     return boot_id(), stat.st_dev, stat.st_ino
 
 
 @functools.cache
 def _boot_session() -> str:
-    """The name that macOS has for it, sysctl(8); "" on other systems."""
+    """The boot id on macOS, see sysctl(8); "" on other systems."""
     try:
         words = ["sysctl", "-n", "kern.bootsessionuuid"]
         done = subprocess.run(words, capture_output=True, text=True, timeout=_SYSCTL_PATIENCE)
@@ -87,27 +86,27 @@ def _boot_session() -> str:
 
 
 def note_boots(boots: Iterable[str]) -> None:
-    """Machines of this job, which are up as long as it runs."""
+    """Record the boots of this job's machines, which stay up while it runs."""
     _up.update(set(boots) - {boot_id()})
 
 
 def boots_up() -> frozenset[str]:
-    """This boot, and those that `note_boots` was told."""
+    """This boot, and those recorded by `note_boots`."""
     return frozenset({boot_id(), *_up} - {""})
 
 
 class Mount(NamedTuple):
-    """A mounted filesystem; the kind ``unknown``, and nothing else, if none is found."""
+    """A mounted filesystem; if none is found, only its kind is set, to ``unknown``."""
 
     kind: str
-    #: of the mount and of the filesystem, with commas between them.
+    #: options of the mount and of the filesystem, separated by commas.
     options: str
     #: what is mounted, and where.
     source: str
     point: str
 
 
-#: kinds of filesystems that other machines may see too.
+#: kinds of filesystems that other machines may also see.
 _SHARED = frozenset({"nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "wekafs", "panfs", "cifs", "smb3"})
 
 
@@ -117,7 +116,7 @@ def is_shared(kind: str) -> bool:
 
 
 def mount_of(directory: Path, mountinfo: str) -> Mount:
-    """The mount that a directory lies on, from the text of ``/proc/self/mountinfo``, proc_pid_mountinfo(5)."""
+    """The mount of a directory, from the text of ``/proc/self/mountinfo``, proc_pid_mountinfo(5)."""
     real = os.path.realpath(directory)
     found = Mount("unknown", "", "", "")
     for line in mountinfo.splitlines():
@@ -127,16 +126,16 @@ def mount_of(directory: Path, mountinfo: str) -> Mount:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4])
         is_above = real == point or real.startswith(point.rstrip("/") + "/")
-        # The last of several mounts at one point is the one that is seen.
+        # Of several mounts at one point, the last is visible.
         if is_above and len(point) >= len(found.point):
             found = Mount(kinds[0], ",".join([fields[5], *kinds[2:]]), kinds[1], point)
     return found
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """The fields of ``/proc/PID/stat`` from the third one on, its state, proc_pid_stat(5).
+    """The fields of ``/proc/PID/stat`` from the third one (the state) on, proc_pid_stat(5).
 
-    The second one, the name in brackets, may hold spaces and brackets of its own.
+    The second one, the name in brackets, may itself contain spaces and brackets.
 
     Raises:
         OSError: there is no such process, or no ``/proc``.
@@ -144,7 +143,7 @@ def stat_fields(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
-#: seconds without a change after which a build in a directory that other nodes see is taken for dead.
+#: seconds without a change after which a build in a directory shared with other nodes counts as dead.
 _QUIET = 600.0
 
 
@@ -161,7 +160,7 @@ def remedy(lock: Path) -> str:
 def warn_of_dead_locks() -> None:
     """Log dead locks, on the first rank of a node, before it waits for one."""
     if multiprocessing.parent_process() is not None:
-        return  # a worker of it
+        return  # one of its workers
     for lock in dead_locks():
         print(
             f"megaresume: warning: no process holds {lock}: one was killed while it built {lock.parent.name}, and "
@@ -172,7 +171,7 @@ def warn_of_dead_locks() -> None:
 
 
 def _locks() -> list[Path]:
-    """Build locks where torch puts them: in TORCH_EXTENSIONS_DIR, or below it by version of Python and accelerator."""
+    """Build locks in torch's directories: in TORCH_EXTENSIONS_DIR, or below it by version of Python and accelerator."""
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     if given is not None:
         return sorted(Path(given).glob("*/lock"))
@@ -184,18 +183,18 @@ def _is_dead(lock: Path) -> bool:
     try:
         state = lock.stat()
         if state.st_uid != os.getuid():
-            return False  # what the processes of others have open is not shown
+            return False  # other users' open files are not visible
         quiet = time.time() - max(file.stat().st_mtime for file in (lock, *lock.parent.iterdir()))
         kind = mount_of(lock.parent, Path("/proc/self/mountinfo").read_text()).kind
     except OSError:
-        return False  # gone by now
+        return False  # already gone
     if is_shared(kind) and quiet < _QUIET:
         return False
     return not _is_open(lock.name, (state.st_dev, state.st_ino)) and lock.exists()
 
 
 def _is_open(name: str, file: tuple[int, int]) -> bool:
-    """Whether a process of this user has it open, by whatever path."""
+    """Whether a process of this user has a file open, by any path."""
     for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):
         try:
             if os.readlink(descriptor).endswith(f"/{name}"):
@@ -209,9 +208,9 @@ def _is_open(name: str, file: tuple[int, int]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """Counts of processes and of samples; None if the writer does not know."""
+    """The numbers of processes and samples; None if the writer does not know."""
 
-    #: processes of the run.
+    #: number of processes in the run.
     world_size: int = 1
     #: data-parallel size.
     dp: int = 1
@@ -219,26 +218,26 @@ class Topology:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    #: DataLoader worker processes of each rank.
+    #: DataLoader worker processes per rank.
     num_workers: int = 0
     #: samples of one rank in one forward pass.
     micro_batch_size: int | None = None
-    #: samples of one step, all ranks together.
+    #: samples in one step, over all ranks.
     global_batch_size: int | None = None
     #: DeepSpeed's ZeRO stage.
     zero_stage: int | None = None
-    #: machines.
+    #: number of machines.
     nodes: int | None = None
-    #: how the samples of a step are dealt to the ranks; None: as they come.
+    #: how the samples of a step are dealt to the ranks; None: in order.
     balance: Balance | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, without what is not known."""
+        """Plain JSON, without unknown values."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Topology:
-        """Read what `to_dict` wrote; members that a later version added are passed over.
+        """Read the result of `to_dict`; ignores fields that a later version added.
 
         Raises:
             ValueError: a value is not an integer, or ``balance`` is invalid.
@@ -247,7 +246,7 @@ class Topology:
             raise ValueError(f"topology is {data!r}, not an object")
         try:
             counts = _topology(**{name: data[name] for name in data if name in _NAMES})
-        except TypeError as error:  # no key of a cache: a list, an object
+        except TypeError as error:  # not a key of a cache: a list, an object
             raise ValueError(f"topology: {data!r:.80} holds more than integers") from error
         return replace(counts, balance=Balance.from_dict(data["balance"])) if "balance" in data else counts
 
@@ -265,7 +264,7 @@ class Topology:
 _NAMES = frozenset(field.name for field in fields(Topology)) - {"balance"}
 
 
-@functools.lru_cache(maxsize=64, typed=True)  # the lines of a ledger are of the same few
+@functools.lru_cache(maxsize=64, typed=True)  # the lines of a ledger have the same few
 def _topology(**known: Any) -> Topology:
     for name, value in known.items():
         if type(value) is not int:

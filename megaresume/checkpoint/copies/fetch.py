@@ -1,13 +1,13 @@
-"""A checkpoint of an object store, brought to the local root: what a start on an empty machine begins with.
+"""Downloads a checkpoint from an object store to the local root, so that a start on an empty machine can use it.
 
-    files and records   into megaresume/fetched/<save>/, each checked; a kill leaves what is there to the next try
-                        what is here of the same save, a part of it, is not read again
+    files and records   into megaresume/fetched/<save>/, each verified; after a kill, the next try reuses them
+                        files of the same save that are here, as a part of it, are not downloaded again
     the ledger          its lines that the local one lacks
     an existing save of the step is moved aside (`retention`)
-    marker -> the tag directory, the files of each rank, in one rename each -> data state -> manifest -> pointers
-           -> marker removed, what was aside deleted
+    marker -> the tag directory, the files of each rank, each by one rename -> data state -> manifest -> pointers
+           -> marker removed, the save moved aside deleted
 
-A kill at any moment leaves the local root as it was, or with this checkpoint. On rank 0, as the owner of both.
+A kill at any time leaves the local root as it was, or with this checkpoint. On rank 0, as the owner of both.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from megaresume.stream.errors import StateError
 
 
 def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], object]) -> None:
-    """Bring a checkpoint to the local root.
+    """Download a checkpoint to the local root.
 
     Args:
         place: the store, which this process holds.
         local: the root, which this process holds.
         choice: a complete checkpoint of the mirror.
-        beat: called whenever something has come.
+        beat: called whenever data has arrived.
 
     Raises:
-        NotAsSavedError: the store lacks an object, or gives back other bytes than were saved.
-        CheckpointError: the disk refuses.
+        NotAsSavedError: the store lacks an object, or returns other bytes than were saved.
+        CheckpointError: a local file cannot be written.
         SetupError: the store does not answer, or refuses.
     """
     record, manifest = choice.record, choice.manifest
@@ -68,7 +68,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
     named = read_pointers(place.root)
     latest, tracker = named[0].tag == tag, named[1].iteration == iteration
     if named[1].iteration is not None and not (local / TRACKER).exists():
-        tracker = True  # without one Megatron loads nothing
+        tracker = True  # without one, Megatron loads nothing
     write_marker(marker_path(local, iteration, tag), Marker.of(record, latest=latest, tracker=tracker))
     try:
         os.rename(files, local / tag)
@@ -93,7 +93,7 @@ def fetch(place: StorePlace, local: Path, choice: Choice, beat: Callable[[], obj
 
 
 def _reuse(local: Path, choice: Choice, files: Path) -> None:
-    """Let what is here of this very save, of a node whose part it is, be compared in place of being downloaded."""
+    """Reuse local files of this save, in a part left by this node: they are verified instead of being downloaded."""
     record, manifest = choice.record, choice.manifest
     assert record is not None and manifest is not None
     try:
@@ -106,4 +106,4 @@ def _reuse(local: Path, choice: Choice, files: Path) -> None:
         with contextlib.suppress(OSError):
             os.link(local / record.tag / entry.path, target)
             with open(target, "rb") as file:
-                fsync_file(file.fileno())  # it may be a save that is not durable yet
+                fsync_file(file.fileno())  # the save may not be durable yet

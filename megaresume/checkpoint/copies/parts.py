@@ -1,15 +1,15 @@
-"""Checkpoints in parts: every node saves to a directory of its own, and an object store is all that they share.
+"""Checkpoints in parts: every node saves to its own directory, and they only share an object store.
 
-    save     rank 0 announces it, and the rank that leads each other node does so there; each commits its part, rank 0
-             last: from then on all parts are whole
-    copy     every node's thread uploads its part, with its manifest after it; rank 0's commits the checkpoint of all
-             parts in the store: from then on it counts (`places`)
-    load     what the nodes hold together, and the store lacks, is copied first. Then one of the store is chosen, and
-             every node brings what it lacks of it, once
-    old ones go where rank 0 no longer has them
+    save     rank 0 announces it, and so does the leading rank of each other node there; each commits its part, rank 0
+             last: from then on all parts are complete
+    copy     every node's thread uploads its part, then its manifest; rank 0's commits the checkpoint of all parts in
+             the store: from then on it is valid (`places`)
+    load     what the nodes hold together, and the store lacks, is copied first. Then one checkpoint in the store is
+             chosen, and every node downloads, once, what it lacks of it
+    old ones are removed once rank 0 no longer has them
 
-A node that dies in between leaves a checkpoint that does not count, and goes when a newer one does. Nothing here needs
-the ranks to meet in a thread: the parts themselves say in the store that they are there.
+A node that dies in between leaves an invalid checkpoint, which is removed when there is a newer one. The ranks never
+need to meet in a thread: the objects in the store tell which parts exist.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ T = TypeVar("T")
 
 
 class Parts:
-    """See above. On all ranks; the ranks that lead a node do the work.
+    """Handles the parts of checkpoints. On all ranks; the ranks that lead a node do the work.
 
     Args:
-        copies: of a job whose nodes have directories of their own.
+        copies: of a job whose nodes have their own directories.
     """
 
     def __init__(self, copies: Staged) -> None:
         self.copies, self.nodes, self.local = copies, copies.nodes, copies.local
 
     def on_nodes(self, function: Callable[[], T]) -> T:
-        """Run where a node is led, on rank 0 last; every rank gets the result of rank 0, or raises the error."""
+        """Run on the leading rank of each node, rank 0 last; every rank gets rank 0's result, or its error."""
         on_all_ranks(lambda: function() if self.leads_other else None)
         return on_rank_0(function)
 
@@ -71,14 +71,14 @@ class Parts:
         passed: dict[Path, str],
         needs: Callable[[Choice], Collection[str] | None] | None = None,
     ) -> T:
-        """As `Staged.bring`, to every node. Collective.
+        """Like `Staged.bring`, to every node. Collective.
 
         Args:
             pick, passed: see there.
-            needs: which files this rank reads of a choice; None: all.
+            needs: the files of a choice that this rank reads; None: all.
 
         Raises, on every rank:
-            CheckpointError: of ``pick``; or a disk refuses.
+            CheckpointError: from ``pick``; or a file cannot be written.
             SetupError: the store does not answer, or refuses.
         """
         if not on_rank_0(lambda: self.copies.is_started):
@@ -102,7 +102,7 @@ class Parts:
             found = pick()
         if not isinstance(found, Choice):
             return found
-        # Of the local directory, which holds parts, nothing is taken.
+        # The local directory only has parts, so nothing is loaded from there.
         rejected = [
             replace(r, reason=self.copies.named(r.reason)) for r in found.rejected if r.iteration != found.iteration
         ]
@@ -110,13 +110,13 @@ class Parts:
         return replace(found, rejected=tuple(rejected), notes=notes)
 
     def _bring_here(self, found: Choice, files: frozenset[str] | None, beat: Callable[[], None]) -> str:
-        """Why a checkpoint cannot be brought to the directory of this node; "": it is there."""
+        """Why a checkpoint cannot be downloaded to this node's directory; "": it is there."""
         if not self.nodes.leads or found.record is None:
             return ""
         place = self.copies.place
         assert isinstance(place, StorePlace)
         record, path = found.record, manifest_path(place.root, found.record.iteration, found.tag)
-        if not is_rank_0():  # which alone writes, and knows
+        if not is_rank_0():  # only rank 0 writes the records
             place.mirror.refresh()
         if not path.is_file() or (manifest := read_manifest(path)).save_id != record.save_id:
             return f"{place.name} does not hold it as a whole"
@@ -134,8 +134,7 @@ class Parts:
         return ""
 
     def _complete_newest(self) -> None:
-        """Copy the newest checkpoint of the present that the nodes hold together, if the store has none that is newer.
-        Collective."""
+        """Copy the newest valid checkpoint that the nodes hold together, if newer than the store's. Collective."""
         parts = gather(_parts(self.local) if self.nodes.leads else {})
         told = gather(on_all_ranks(lambda: self._told() if self.leads_other else (None, [])))
         together, newest = on_rank_0(lambda: self._together(parts, told))
@@ -162,19 +161,19 @@ class Parts:
             log.warning("megaresume: %s could not be copied: %s", newest.tag, wrong[0])
 
     def _told(self) -> tuple[str | None, list[bytes]]:
-        """What the ledger of this node, which may have been that of rank 0, knows and the store does not; its run."""
+        """Ledger lines of this node, which may have been rank 0's, that the store lacks; and its run."""
         assert self.copies.place is not None
         return run_of(self.local), missing_lines(self.local, self.copies.place.root)
 
     def _together(
         self, parts: Sequence[Mapping[Saved, tuple[int, int]]], told: Iterable[tuple[str | None, list[bytes]]]
     ) -> tuple[list[Saved], Saved | None]:
-        """What the nodes hold together and have not given up; and which of it is to be copied first. On rank 0."""
+        """Complete checkpoints of all nodes on the current branch; and which one to copy first. On rank 0."""
         place = self.copies.place
         assert isinstance(place, StorePlace)
         ledger, own = ledger_path(self.local), run_of(self.local)
         for run, lines in told:
-            if run == own and ledger.exists():  # else nothing is held together
+            if run == own and ledger.exists():  # otherwise the nodes hold nothing together
                 add_lines(ledger, lines)
         given_up, head = saves_given_up(self.local), place.lease.head
         together = [
@@ -195,23 +194,24 @@ class Parts:
         return together, None if is_older else newest
 
     def _is_of_present(self, save: Saved, named: Candidate) -> bool:
-        """Whether the pointers lead to a save, or a kill came before they were moved to it: as `search` has it."""
+        """Whether the pointers lead to a save, or a kill came before they were moved to it: the rule of `search`."""
         return save.iteration <= named.order or marker_path(self.local, save.iteration, save.tag).exists()
 
     @property
     def leads_other(self) -> bool:
-        """Whether this rank leads a node that is not rank 0's."""
+        """Whether this rank leads a node other than rank 0's."""
         return self.nodes.leads and not is_rank_0()
 
     def join(self, pending: PendingCheckpoint, root: Path, *, boots: Iterable[str]) -> PendingCheckpoint:
-        """Announce a save on the other nodes, where what rank 0 no longer keeps goes. Collective.
+        """Announce a save on the other nodes, and remove there what rank 0 no longer keeps. Collective.
 
         Args:
-            pending: of rank 0.
+            pending: that of rank 0.
             root: the local directory.
-            boots: of the machine of this node.
+            boots: of this node's machine.
 
         Returns:
+            the same save, for this node.
             the same, as this node has it.
 
         Raises, on every rank:
@@ -230,7 +230,7 @@ class Parts:
         return mine
 
     def _follow(self, kept: Iterable[tuple[int, str]], before: int) -> None:
-        """Delete here what rank 0 no longer keeps, of the checkpoints before a step."""
+        """Delete the checkpoints here before a step that rank 0 no longer keeps."""
         if not self.copies.retention:
             return
         known = set(kept)
@@ -246,7 +246,7 @@ def _never(beat: Callable[[], None]) -> bool:
 
 
 def _parts(root: Path) -> dict[Saved, tuple[int, int]]:
-    """The parts of checkpoints that this node holds; on rank 0 also whole ones, of a time when it was the only node."""
+    """The parts of checkpoints on this node; on rank 0 also whole ones, from when it was the only node."""
     found: dict[Saved, tuple[int, int]] = {}
     for _, candidate in committed_in(root):
         one = examine(root, candidate)

@@ -1,16 +1,16 @@
 """Where copies go: `Place`, a directory or an object store (`store_place`), as the protocol of `stager` needs it.
 
-    hold         this job alone writes there
+    hold         make sure that only this job writes there
     announce     a copy begins: its marker
-    put_files    files, whole and checked; those that are there already are not copied again
+    put_files    complete, verified files; existing ones are not copied again
     put_data     the data config
-    commit       data state, manifest, pointers: from here the copy counts
-    conclude     its marker is removed
-    share_ledger the lines that it lacks, each in its place
-    prune        what retention does not keep
+    commit       data state, manifest, pointers: from here the copy is valid
+    conclude     removes its marker
+    share_ledger adds missing lines, each at its position
+    prune        removes what retention does not keep
 
-`DirectoryPlace` writes into a directory, as the owner of its lock alone can. What a place holds is read from `root`, a
-directory: in the case of a store its mirror.
+`DirectoryPlace` writes into a directory, which requires its lock. The content of a place is read from the directory
+`root`, which is a mirror for a store.
 """
 
 from __future__ import annotations
@@ -66,74 +66,74 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 
 class PartMissingError(Exception):
-    """A checkpoint will not become whole: another node does not bring its part."""
+    """Raised if a checkpoint will not become complete, as another node does not upload its part."""
 
 
 class Place(Protocol):
-    """See above. On rank 0. Every method raises a `MegaresumeError` if the place refuses."""
+    """A place for copies. On rank 0. Every method raises a `MegaresumeError` if the place refuses."""
 
-    #: where what it holds is read.
+    #: the directory where its content is read.
     root: Path
     #: for people: a path, or a URL.
     name: str
 
     def hold(self, local: Path, beat: Callable[[], object]) -> None:
-        """Keep other jobs away, and look at what is there. Calls ``beat`` while it waits."""
+        """Keep other jobs away, and read what is there. Calls ``beat`` while it waits."""
 
     def release(self) -> None:
-        """Let others write there."""
+        """Allow others to write there."""
 
     def reopen(self) -> None:
-        """After an error: connect anew."""
+        """Reconnect after an error."""
 
     def begin(self) -> None:
-        """Clear away what killed writers left."""
+        """Delete what killed writers left."""
 
     def check_owned(self) -> None:
         """Raise a CheckpointError if another job has taken it over."""
 
     def share_ledger(self, local: Path) -> None:
-        """Add the lines of the local ledger that are not there."""
+        """Add lines of the local ledger that are missing there."""
 
     def takes(self, local: Path, iteration: int, tag: str) -> bool:
-        """Whether a checkpoint that an earlier process left in a local root can become one here."""
+        """Whether a checkpoint that an earlier process left in a local root can be completed here."""
 
     def refusal(self, record: StepFile) -> str | None:
-        """Why a checkpoint is not to be copied; None: it is."""
+        """Why a checkpoint must not be copied; None: it may."""
 
     def announce(self, record: StepFile, marker: Marker) -> None:
-        """A copy of this save begins, or begins again."""
+        """Announce that a copy of this save begins, or begins again."""
 
     def put_files(
         self, local: Path, record: StepFile, manifest: Manifest, gives_way: Callable[[], bool] = lambda: False
     ) -> Manifest:
-        """Copy the files of a checkpoint; its manifest with the checksums of all of them."""
+        """Copy the files of a checkpoint; returns its manifest with the checksums of all files."""
 
     def put_data(self, data: bytes) -> None:
-        """Put the data config in place."""
+        """Write the data config."""
 
     def commit(self, record: StepFile, manifest: Manifest, *, latest: bool, tracker: bool) -> None:
-        """Let the copy count, and move pointers."""
+        """Make the copy valid, and move pointers."""
 
     def conclude(self, record: StepFile) -> None:
-        """The copy is over."""
+        """End the copy."""
 
     def prune(self, retention: Retention, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> None:
-        """Delete the old copies whose originals are gone. Raises nothing.
+        """Delete old copies whose originals are gone. Raises nothing.
 
         Args:
-            retention: which ones stay.
+            retention: which ones to keep.
             copied: the checkpoint that was copied last.
             local: the local root.
-            waits: whether a checkpoint there is, or was, to be copied.
+            waits: whether a checkpoint there waits, or waited, to be copied.
         """
 
     def put_position(self, data: bytes) -> None:
-        """Put in place how far the run is (`position`). In another thread than the rest."""
+        """Write the current position (`position`). In another thread than the other methods."""
 
 
 class DirectoryPlace:
-    """A directory."""
+    """A directory as a place for copies."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         path = os.fspath(root)
@@ -185,7 +185,7 @@ class DirectoryPlace:
         return replace(manifest, files=copies[0], beside=copies[1])
 
     def _remove_others(self, tag_dir: Path, manifest: Manifest) -> None:
-        """Files of an older save of the step, under another layout."""
+        """Remove files of an older save of the step with another layout."""
         ours = {entry.path for entry in manifest.files}
         try:
             for entry in list_files(tag_dir) if tag_dir.is_dir() else ():
@@ -218,7 +218,7 @@ class DirectoryPlace:
 
 
 def part_here(root: Path, iteration: int, tag: str) -> Manifest | None:
-    """The manifest of a checkpoint of which a local root holds one node's files alone; None of all others."""
+    """The manifest of a checkpoint of which a local root has only one node's files; None for all others."""
     with contextlib.suppress(MegaresumeError):
         manifest = read_manifest(manifest_path(root, iteration, tag))
         return None if manifest.part is None else manifest
@@ -226,7 +226,7 @@ def part_here(root: Path, iteration: int, tag: str) -> Manifest | None:
 
 
 def missing_lines(source: Path, target: Path) -> list[bytes]:
-    """The lines of one ledger from the first on that another one lacks: those that follow it say where it belongs."""
+    """Lines of one ledger from the first one that another lacks: the lines after it show where it belongs."""
     there = {entry.to_bytes() for entry in read_ledger(ledger_path(target)).entries}
     lines = [entry.to_bytes() for entry in read_ledger(ledger_path(source)).entries]
     first = next((number for number, line in enumerate(lines) if line not in there), len(lines))
@@ -234,28 +234,31 @@ def missing_lines(source: Path, target: Path) -> list[bytes]:
 
 
 def share_ledger(source: Path, target: Path) -> None:
-    """Add the lines of one ledger that the other lacks, each in its place; a new one appears with all its lines. With
-    them goes how far the run is, if that is newer."""
+    """Add lines that the other ledger lacks, each at its position; a new ledger appears with all lines at once.
+
+    Also copies the recorded position, if that is newer.
+    """
     share_position(source, target)
     if missing := missing_lines(source, target):
         add_lines(ledger_path(target), missing)
 
 
 def copy_checked(source: Path, target: Path, entry: FileEntry) -> str:
-    """Copy a file, unless the same bytes are there already.
+    """Copy a file, unless the same bytes already exist.
 
     Args:
         source: the file.
-        target: where it goes; its directory is made.
-        entry: its size, and its checksum if the save took one.
+        target: the copy; its directory is created.
+        entry: its size, and its checksum if the save computed one.
 
     Returns:
         the checksum of both, 32 hex digits.
 
     Raises:
-        CheckpointError: a disk refuses; the source is not what was saved; or the target reads back other bytes.
+        CheckpointError: reading or writing fails; the source differs from what was saved; or the copy reads back other
+            bytes.
     """
-    if size_of(target) == entry.size:  # of a copy that was cut off
+    if size_of(target) == entry.size:  # left by an interrupted copy
         expected = entry.checksum or _checksum(source)
         if _checksum(target) == expected:
             return expected

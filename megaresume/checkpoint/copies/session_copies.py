@@ -1,17 +1,17 @@
 """`Staged`: the second storage of a session. Rank 0 does the work:
 
-    start      both are this job's alone; every rank sees the local directory and the shared one
-    load       whichever holds the newest complete checkpoint
-    commit     rank 0 hands it to the copying thread
-    close      rank 0 waits for the copies, for a while; the end of the program does, too
+    start      check that only this job uses both; every rank sees the local directory and the shared one
+    load       whichever has the newest complete checkpoint
+    commit     rank 0 passes it to the copying thread
+    close      rank 0 waits for the copies for a while; so does the end of the program
 
 The local directory is one that all ranks see: one node, or a fast filesystem of all nodes. If the copies go to an
-object store, every node may have one of its own (`nodes`): the lowest rank of each does its part of the work.
+object store, every node may have its own (`nodes`), and the lowest rank of each does its part of the work:
 
-    start      every directory is this job's alone
-    load       what all nodes hold together, and the store lacks, goes there first; then one of the store is chosen,
-               and every node brings of it what it lacks
-    commit     every node hands its part to a copying thread of its own; rank 0's commits when all parts are there
+    start      check that only this job uses each directory
+    load       what all nodes hold together, and the store lacks, is copied first; then one checkpoint in the store is
+               chosen, and every node downloads what it lacks of it
+    commit     every node passes its part to its own copying thread; rank 0's commits when all parts are there
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from megaresume.stream.errors import MegaresumeError, SetupError, UsageError
 
 T = TypeVar("T")
 
-#: seconds that the end of a program waits that an error ended.
+#: seconds that the end of a program waits after an error.
 _PATIENCE_IN_ERROR = 20.0
 
 
 class Staged:
-    """Copies what an engine saves to a second storage. On all ranks; rank 0 does the work. Collective.
+    """Copies the checkpoints of an engine to a second storage. On all ranks; rank 0 does the work. Collective.
 
     Args:
         save_dir: where the engine saves: fast storage that every rank sees.
         stage_to: where the copies go: an existing directory, or a URL of an object store.
-        retention: which old checkpoints stay, in both.
+        retention: which old checkpoints to keep, in both.
 
     Raises, on every rank:
         UsageError: both are the same directory.
@@ -63,11 +63,11 @@ class Staged:
 
     def __init__(self, save_dir: str, stage_to: str | os.PathLike[str], retention: Retention) -> None:
         self.local, self.is_remote = Path(os.path.abspath(save_dir)), is_store(stage_to)
-        #: where the copies are read on this rank; those of a store are read on rank 0 alone, see `bring`.
+        #: where this rank reads the copies; those in a store are only read on rank 0, see `bring`.
         self.shared = self.local if self.is_remote else DirectoryPlace(stage_to).root
         if not self.is_remote:
             on_all_ranks(self._check_shared)
-        #: which ranks share the local directory. Only a store puts the parts of several nodes together.
+        #: which ranks share the local directory. Only a store can combine the parts of several nodes.
         self.nodes = Nodes(of_rank=(0,) * world_size(), mine=0)
         if self.is_remote:
             hold_directory(self.local)
@@ -81,7 +81,7 @@ class Staged:
             shared = "save to the shared storage itself: remove stage_to (--megaresume-stage-to)"
             claim_directory(self.local, action=f"{shared}; or stage_to the URL of an object store")
         self.retention = retention
-        #: on rank 0, and if every node has a directory of its own on the rank that leads it.
+        #: on rank 0; and if every node has its own directory, on the ranks that lead one.
         self.place: Place | None = None
         self.stager: Stager | None = None
         self.is_started = False
@@ -115,7 +115,7 @@ class Staged:
         self._learn(self.shared)
 
     def _learn(self, root: Path) -> None:
-        """Let the local ledger know what other machines have done since."""
+        """Add to the local ledger what other machines have done since."""
         if run_of(self.local) is not None and run_of(self.local) == run_of(root):
             record_cut_commits(self.local)
             share_ledger(root, self.local)
@@ -130,16 +130,16 @@ class Staged:
             self.stager = Stager(self.local, self.place)
 
     def bring(self, pick: Callable[[], T], passed: dict[Path, str], beat: Callable[[], None]) -> T:
-        """What is chosen of the local storage and of a store; from the store, it is brought here. On rank 0.
+        """Choose from the local storage and a store; a checkpoint in the store is downloaded. On rank 0.
 
         Args:
-            pick: chooses. Whatever it gives that is no `Choice` is passed on.
-            passed: tag directories that cannot be read, with the reason; what the store has not as it was saved is
-                added, and another one chosen.
-            beat: called whenever something has come.
+            pick: chooses. Any result other than a `Choice` is returned unchanged.
+            passed: unreadable tag directories -> the reason; a checkpoint that the store no longer has as it was saved
+                is added, and another one chosen.
+            beat: called whenever data has arrived.
 
         Raises:
-            CheckpointError: of ``pick``; or the disk refuses.
+            CheckpointError: from ``pick``; or a file cannot be written.
             SetupError: the store does not answer, or refuses.
         """
         place = self.place
@@ -162,25 +162,25 @@ class Staged:
             return replace(choice, load_dir=self.local)
 
     def by_name(self) -> contextlib.AbstractContextManager[None]:
-        """Errors that name the place, not the mirror of a store. On rank 0."""
+        """A context in which errors name the place, not a store's mirror. On rank 0."""
         return by_name(self.shared, str(self.shared) if self.place is None else self.place.name)
 
     def named(self, words: str) -> str:
-        """The same with the place for the mirror of a store."""
+        """The text with the name of the place instead of a store's mirror."""
         return words if self.place is None else words.replace(str(self.shared), self.place.name)
 
     def holds(self, directory: str | os.PathLike[str]) -> bool:
-        """Whether a directory is the local one, by whatever name."""
+        """Whether a directory is the local one, under any name."""
         return Path(directory).resolve() == self.local.resolve()
 
     def adopt(self, *, is_fresh: bool) -> None:
-        """On rank 0, before the start is recorded.
+        """Check the copies on rank 0, before the start is recorded.
 
         Args:
             is_fresh: nothing was loaded, and nothing was looked for.
 
         Raises:
-            CheckpointError: then, if one of the two mentions checkpoints that are no longer whole.
+            CheckpointError: ``is_fresh``, and one of the two mentions checkpoints that are no longer complete.
         """
         with self.by_name():
             if is_fresh:
@@ -189,8 +189,8 @@ class Staged:
                 print(f"megaresume: {self.named(words)}", flush=True)
 
     def start(self, began: int | None = None, past: frozenset[str] = frozenset()) -> None:
-        """Begin to copy, with what an earlier process left. On rank 0; again if the run goes back. If every node has a
-        directory of its own, then on the others, too.
+        """Begin to copy, starting with what an earlier process left. On rank 0; again if the run goes back. If every
+        node has its own directory, also on the others.
 
         Args:
             began, past: the step that training begins from, and the saves that led there, see `Stager.start`.
@@ -202,18 +202,18 @@ class Staged:
         else:
             self.is_started = True
             if self.nodes.are_many and is_rank_0():
-                with contextlib.suppress(MegaresumeError):  # before the others upload, and not while they do
+                with contextlib.suppress(MegaresumeError):  # before the others upload, not during that
                     self.stager.place.begin()
             self.stager.start(began, past)
             atexit.register(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:
-        """A checkpoint was committed. On rank 0."""
+        """Pass on a checkpoint that was committed. On rank 0."""
         if self.stager is not None:
             self.stager.submit(iteration, tag)
 
     def close(self, timeout: float | None = None) -> None:
-        """Wait a limited time for the copies; log what is not copied."""
+        """Wait a limited time for the copies; log those that are missing."""
         atexit.unregister(self._at_exit)
         self._close(PATIENCE if timeout is None else max(timeout, 0.0))
 

@@ -1,17 +1,17 @@
-"""Two storages: a run saves to fast local storage, and a thread copies what is committed to shared storage.
+"""Two storages: a run saves to fast local storage, and a thread copies committed checkpoints to shared storage.
 
     training     save -> local: marker, files, state, manifest, pointers, ledger
-    the thread   shared: ledger -> marker -> each file: copied, forced to the disk, read back, its checksum compared
+    the thread   shared: ledger -> marker -> each file: copied, forced to the disk, read back, checksum compared
                         -> data state -> manifest, with checksums -> pointers -> ledger -> marker removed
-                 then old ones go: of the local ones only those whose copy is complete
+                 then removes old ones; local ones only if their copy is complete
 
-The training never waits for a copy, and never fails for one. What goes wrong is logged and tried again, later and
-later. A kill at any moment leaves a copy without a manifest, which nobody takes; the next start continues with it, and
-what is there already with the right checksum is not copied again. The ledger comes first: if the local storage is gone
-by then and no copy is complete, the ledger among the copies says whose they were and what was lost, and the start is
-refused. Which of the two storages a start takes is decided by `choose.choose_of_two`.
+The training never waits for a copy, and never fails because of one. Errors are logged, and copying is retried after
+ever longer pauses. A kill at any time leaves a copy without a manifest, which is never loaded; the next start continues
+it, without repeating files that have the right checksum. The ledger is copied first: if the local storage is lost
+before a copy is complete, the ledger among the copies says whose they were and what was lost, and the start is refused.
+`choose.choose_of_two` decides which of the two storages a start uses.
 
-Of a session it is `session_copies.Staged`.
+In a session, `session_copies.Staged` uses it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, StateErro
 log = logging.getLogger(__name__)
 
 FORMAT, VERSION = "megaresume.staging", 1
-#: seconds between tries, doubled each time.
+#: seconds between attempts, doubled each time.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 #: seconds that the end of a run waits for its copies.
 PATIENCE = 600.0
@@ -64,13 +64,12 @@ class Staging:
 
 
 def staging_path(root: Path) -> Path:
-    """The note in a local root."""
+    """The path of the note in a local root."""
     return records_dir(root) / "staging.json"
 
 
 def read_staging(root: Path) -> Staging | None:
-    """What became of the copies of a root; None if it is not copied anywhere, or its note cannot be read. Reads
-    only."""
+    """The state of a root's copies; None if it is not copied, or its note cannot be read. Only reads."""
     try:
         path = staging_path(root)
         what = "the note"
@@ -93,18 +92,18 @@ def _note(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
 
 
 def committed_in(root: Path) -> list[tuple[int, Candidate]]:
-    """Checkpoints that are there, with their iterations, the oldest first."""
+    """Existing checkpoints with their iterations, oldest first."""
     found = [c for c in reversed(list_candidates(root)) if c.has_dir and {"manifest", "state"} <= c.records]
     return [(c.iteration, c) for c in found if c.iteration is not None]
 
 
 class Stager:
-    """Copies what is committed in a local root to a shared one, in a thread. On one rank of the run.
+    """Copies committed checkpoints from a local root to a shared one, in a thread. On one rank of the run.
 
     Args:
         local: the checkpoint root that the run saves to.
         shared: where the copies go.
-        retention: which old checkpoints stay, in both; local ones always until they are copied.
+        retention: which old checkpoints to keep, in both; local ones are always kept until they are copied.
     """
 
     def __init__(
@@ -117,21 +116,21 @@ class Stager:
         self._closing = threading.Event()
         self._is_ending = False
         self._thread: threading.Thread | None = None
-        #: of the checkpoint that was copied last; None if none was.
+        #: the checkpoint that was copied last; None if none was.
         self._last: StepFile | None = None
-        #: checkpoints of this process.
+        #: checkpoints saved by this process.
         self._submitted: set[tuple[int, str]] = set()
-        #: the step that training began from; None: whatever is there is copied.
+        #: the step that training began from; None: copy everything.
         self._began: int | None = None
         #: the saves that led there.
         self._past: frozenset[str] = frozenset()
 
     def start(self, began: int | None = None, past: frozenset[str] = frozenset()) -> None:
-        """Begin, with what an earlier process left uncopied on the way to the present.
+        """Begin with what an earlier process left uncopied on the branch that counts.
 
         Args:
-            began: the step that training begins from; None: whatever is there is copied.
-            past: the saves that led there: of what was saved until now, nothing else is ever copied.
+            began: the step that training begins from; None: copy everything.
+            past: the saves that led there: among those saved until now, only these are ever copied.
 
         Raises:
             CheckpointError: the local root cannot be written.
@@ -148,7 +147,7 @@ class Stager:
         self._thread.start()
 
     def go_back(self, began: int | None, past: frozenset[str]) -> None:
-        """Training begins from this step: see `start`."""
+        """Training begins from this step again: see `start`."""
         with self._changed:
             self._began, self._past = began, past
             self._submitted = {work for work in self._submitted if self._is_past(*work)}
@@ -156,7 +155,7 @@ class Stager:
             self._changed.notify_all()
 
     def _is_worth_it(self, iteration: int, tag: str) -> bool:
-        """Whether a local checkpoint is, or was, to be copied."""
+        """Whether a local checkpoint should be, or have been, copied."""
         return (iteration, tag) in self._submitted or (
             self._is_past(iteration, tag) and self.place.takes(self.local, iteration, tag)
         )
@@ -168,11 +167,11 @@ class Stager:
         try:
             save = read_step_file(step_path(self.local, iteration, tag)).save_id
         except StateError:
-            return True  # `stage` says what is wrong
+            return True  # `stage` reports what is wrong
         return save in self._past
 
     def _write_note(self) -> None:
-        """For people, who cannot ask a store at any time."""
+        """Write the note for people, who cannot always ask a store."""
         note: dict[str, Any] = {"format": FORMAT, "version": VERSION, "to": self.place.name}
         if is_store(self.place.name):
             committed = committed_in(self.local)
@@ -180,7 +179,7 @@ class Stager:
         write_atomic(staging_path(self.local), seal(note, depth=1))
 
     def submit(self, iteration: int, tag: str) -> None:
-        """Have a checkpoint copied that was just committed. Returns at once. Behind the end, the next start does it."""
+        """Queue a checkpoint that was just committed. Returns at once. After the end, the next start copies it."""
         if self._thread is None:
             log.warning("megaresume: %s is not copied to %s yet: the next start copies it", tag, self.place.name)
             return
@@ -195,7 +194,7 @@ class Stager:
             )
 
     def waiting(self) -> tuple[str, ...]:
-        """Tags that are not copied yet, the one in work included."""
+        """Tags that are not copied yet, including the current one."""
         with self._changed:
             return tuple(tag for _, tag in self._queue)
 
@@ -203,7 +202,7 @@ class Stager:
         """Wait for the copies, at most ``timeout`` seconds, and stop.
 
         Returns:
-            tags that are not copied; they are named in the log, and the next start continues with them.
+            tags that are not copied; they are logged, and the next start continues with them.
         """
         if self._thread is None:
             return ()
@@ -221,7 +220,7 @@ class Stager:
         self._thread = None
         left_over = self.waiting()
         if self._last is not None and not left_over:
-            self._prune(self._last)  # what became durable after its copy counts now
+            self._prune(self._last)  # checkpoints that became durable after their copy count now
         if left_over:
             log.error(
                 "megaresume: not copied to %s: %s. They are complete in %s; the next start there continues with them",
@@ -234,21 +233,21 @@ class Stager:
     def _run(self) -> None:
         pause = FIRST_PAUSE
         with contextlib.suppress(MegaresumeError, OSError):
-            self._begin()  # what fails here fails again in the first copy, which says so
+            self._begin()  # an error is repeated, and reported, by the first copy
         while not self._closing.is_set():
             with self._changed:
                 while not self._queue and not self._closing.is_set():
                     self._changed.wait()
                 if self._closing.is_set():
                     return
-                # At the end, which may come before all are copied, the newest one is worth most.
+                # At the end, which may come before all are copied, the newest one is the most valuable.
                 _, tag = work = max(self._queue) if self._is_ending else self._queue[0]
             try:
                 self._copy(work)
             except GaveWayError:
                 continue
             except (PartMissingError, ChangedSourceError) as error:
-                # Tried again by the next start. Those that wait for it here would have no copy until then.
+                # The next start retries it. Waiting for that here would delay the other copies.
                 log.error("megaresume: %s is not copied to %s: %s", tag, self.place.name, error)
             except (MegaresumeError, OSError) as error:
                 log.error("megaresume: %s is not copied to %s yet: %s", tag, self.place.name, error)
@@ -260,12 +259,12 @@ class Stager:
                 log.exception("megaresume: the copy of %s is given up", tag)
             pause = FIRST_PAUSE
             with self._changed:
-                # By identity: the run may have gone back meanwhile, and saved the step again.
+                # By identity: the run may have gone back in the meantime, and saved the step again.
                 self._queue = deque(one for one in self._queue if one is not work)
                 self._changed.notify_all()
 
     def _begin(self) -> None:
-        """Let the copies know of the run before it has saved: for a start on another node."""
+        """Copy the ledger before the run has saved, for a start on another node."""
         self.place.begin()
         if run_of(self.place.root) in (None, run_of(self.local)):
             self.place.share_ledger(self.local)
@@ -289,7 +288,7 @@ class Stager:
             self._prune(self._last)
 
     def _gives_way(self, work: tuple[int, str]) -> bool:
-        """Whether another checkpoint is to be copied first, or this one no longer."""
+        """Whether to stop: another checkpoint should be copied first, or this one is no longer needed."""
         with self._changed:
             if self._closing.is_set() or not self._is_waiting(work):
                 return True
@@ -300,7 +299,7 @@ class Stager:
             return any(one is work for one in self._queue)
 
     def _prune(self, copied: StepFile) -> None:
-        # Local ones first: without its copy one would stay forever. A copy may be durable before what it is a copy of.
+        # Local ones first: without its copy, one would stay forever. A copy may be durable before its original.
         prune(self.local, self.retention, copied, copied_to=self.place.root)
         self.place.prune(self.retention, copied, self.local, self._is_worth_it)
         if self.retention:
@@ -308,7 +307,7 @@ class Stager:
         remove_orphans(self.local)
 
     def _remove_lost(self, copied: StepFile) -> None:
-        """Parts of older checkpoints, whose other parts are gone with their machines, or that nobody copies."""
+        """Remove parts of older checkpoints whose other parts are lost with their machines, or that nobody copies."""
         for iteration, candidate in committed_in(self.local):
             is_part = part_here(self.local, iteration, candidate.tag) is not None
             if is_part and iteration < copied.iteration and not self._is_worth_it(iteration, candidate.tag):
@@ -316,7 +315,7 @@ class Stager:
 
 
 def remove_soon(root: Path, tag: str) -> None:
-    """Delete a tag directory: out of sight at once, the rest in a thread. What cannot be deleted stays."""
+    """Delete a tag directory: renamed at once, the rest in a thread. What cannot be deleted stays."""
     away = root / leftover_name(tag)
     with contextlib.suppress(OSError):
         os.rename(root / tag, away)
@@ -333,23 +332,23 @@ def stage(
     is_wanted: Callable[[], bool] = lambda: True,
     goal: int | None = None,
 ) -> StepFile | None:
-    """Copy one checkpoint, or finish a copy that was cut off.
+    """Copy one checkpoint, or finish an interrupted copy.
 
     Args:
         local: the root that it was saved to.
         shared: where its copy goes.
         iteration, tag: of the checkpoint.
-        gives_way: whether to stop, asked again and again while files go to a store.
-        is_wanted: whether it may count: asked last of all.
+        gives_way: whether to stop, called repeatedly during an upload to a store.
+        is_wanted: whether it may become valid; called last of all.
         goal: the step that the run continues from, to which pointers move if the local ones name another one.
 
     Returns:
-        its data state; None if it is no longer there, or no longer whole, and there is nothing to copy.
+        its data state; None if it no longer exists or is incomplete, so that there is nothing to copy.
 
     Raises:
-        CheckpointError: a disk refuses, or gives back other bytes than were written.
-        ChangedSourceError: a local file is not what was saved.
-        GaveWayError: it was stopped.
+        CheckpointError: reading or writing fails, or returns other bytes than were written.
+        ChangedSourceError: a local file differs from what was saved.
+        GaveWayError: ``gives_way`` stopped it.
     """
     place = place_of(shared)
     candidate = find(local, iteration, tag)
@@ -397,8 +396,9 @@ def _check_run(place: Place, record: StepFile) -> None:
 
 
 def _moves(local: Path, shared: Path, record: StepFile, goal: int | None) -> tuple[bool, bool]:
-    """Which pointers a copy moves: to what the local ones name, or closer to it; back only from what was given up. For
-    what comes before the goal, they name the goal."""
+    """Which pointers a copy moves: to what the local ones name, or closer to it; back only from an abandoned branch.
+    For checkpoints before the goal, the local pointers count as naming the goal.
+    """
     given_up = saves_given_up(local)
 
     def there(now: Pointer) -> int:
@@ -425,10 +425,10 @@ def _is_still(local: Path, record: StepFile) -> bool:
 
 
 def adopt(local: Path, shared: Path) -> str | None:
-    """Let an empty local root, on a node that is new to the run, know the run's ledger. Before its start is recorded.
+    """Copy the run's ledger to an empty local root, on a node that is new to the run. Before its start is recorded.
 
     Returns:
-        a note for the user; None if the local root has a ledger of its own, or the run is new.
+        a note for the user; None if the local root has its own ledger, or the run is new.
 
     Raises:
         CheckpointError: it cannot be written.

@@ -1,9 +1,9 @@
 """`StorePlace`: copies in an object store, under the id of their save, committed by a new head (`lease`).
 
-Machines that share no directory put the parts of a checkpoint there, each its own:
+Machines without a shared directory upload the parts of a checkpoint, each its own:
 
     node k     its files -> the manifest of its part                        `NodePlace`
-    rank 0     its files; waits for all parts -> commit, of all of them     `StorePlace`
+    rank 0     its files; waits for all parts -> commit, of all parts       `StorePlace`
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, StateErro
 log = logging.getLogger(__name__)
 
 
-#: seconds between looks for the parts of other nodes, at most; and how long nothing may come of them.
+#: most seconds between looks for other nodes' parts; and seconds without any progress of theirs before giving up.
 PART_POLL, PART_PATIENCE = 2.0, 3600.0
 
 
 class StorePlace:
-    """A root in an object store.
+    """A checkpoint root in an object store.
 
     Args:
         url: ``s3://bucket/run``.
-        say: tells people what they have to know of the store.
+        say: prints what people must know about the store.
     """
 
     def __init__(self, url: str, say: Callable[[str], object]) -> None:
@@ -79,14 +79,14 @@ class StorePlace:
         self.root = self._scratch.path
         self.mirror = Mirror(self.store, self.root)
         self.lease = Lease(self.store, say)
-        #: lines of the ledger that this writer has added.
+        #: lines of the ledger added by this writer.
         self._lines: list[bytes] = []
-        #: copies that writers before this one have left unfinished.
+        #: unfinished copies of earlier writers.
         self._unfinished: list[Saved] = []
         #: older saves of steps that this writer has copied again.
         self._replaced: set[Saved] = set()
         self._begun = False
-        #: saves whose parts all nodes of this job hold. Of others that are in parts nothing can be made.
+        #: saves whose parts are on all nodes of this job. Other saves in parts cannot be completed.
         self.together: frozenset[str] = frozenset()
 
     def hold(self, local: Path, beat: Callable[[], object]) -> None:
@@ -101,7 +101,7 @@ class StorePlace:
         self.lease.release()
 
     def reopen(self) -> None:
-        self.store.reopen()  # with the credentials that are there by now
+        self.store.reopen()  # with the credentials available by now
 
     def begin(self) -> None:
         if self._begun:
@@ -143,7 +143,7 @@ class StorePlace:
             *((records_dir(local) / e.path, record_name(record.save_id, e.path), e) for e in manifest.beside),
         ]
         there = self.mirror.objects_of(record.tag, record.save_id)
-        # Objects appear whole, under the id of their save: one of the right size is this one.
+        # Objects appear whole, under the id of their save: one with the right size is the right one.
         wanted = [(path, name, entry) for path, name, entry in names if there.get(name) != entry.size]
         uploaded = dict(zip((name for _, name, _ in wanted), self.store.upload_all(wanted, gives_way), strict=True))
         for path, name, entry in names:
@@ -154,7 +154,7 @@ class StorePlace:
         return self._whole(record, replace(manifest, files=tuple(sums[:count]), beside=tuple(sums[count:])), gives_way)
 
     def _whole(self, record: StepFile, mine: Manifest, gives_way: Callable[[], bool]) -> Manifest:
-        """The manifest of the checkpoint, when all nodes have put their parts there."""
+        """The manifest of the whole checkpoint, once all nodes have uploaded their parts."""
         if mine.part is None:
             return mine
         parts, there, since = {mine.part[0]: mine}, dict[str, int](), time.monotonic()
@@ -226,7 +226,7 @@ class StorePlace:
             )
 
     def _show(self, record: StepFile, manifest: Manifest) -> None:
-        """Have the mirror show a checkpoint that was committed."""
+        """Make the mirror show a checkpoint that was committed."""
         shutil.rmtree(self.root / record.tag, ignore_errors=True)
         for entry in manifest.files:
             self.mirror.stand_in(f"{record.tag}/{entry.path}", entry.size)
@@ -234,7 +234,7 @@ class StorePlace:
             self.mirror.stand_in(f"{RECORDS_DIR}/{entry.path}", entry.size)
         write_atomic(step_path(self.root, record.iteration, record.tag), record.to_bytes())
         write_atomic(manifest_path(self.root, record.iteration, record.tag), manifest.to_bytes())
-        remove_marker(marker_path(self.root, record.iteration, record.tag))  # of an earlier try, which a kill cut off
+        remove_marker(marker_path(self.root, record.iteration, record.tag))  # of an earlier try, interrupted by a kill
 
     def conclude(self, record: StepFile) -> None:
         parts = [name for name in self.store.sizes(record_name(record.save_id, "")) if is_part(name)]
@@ -266,19 +266,19 @@ class StorePlace:
         self.store.write(f"{POSITIONS}{self.lease.head.epoch:07d}.json", data)
 
     def _keep_records(self, saved: Saved) -> None:
-        """Data state and manifest outlive the weights."""
+        """Keep data state and manifest after the weights are deleted."""
         for path in (step_path, manifest_path):
             name = path(Path(), saved.iteration, saved.tag).name
             if (data := self.store.read(record_name(saved.save_id, name))) is not None:
                 self.store.write(f"{PRUNED}{name}", data)
 
     def _delete(self, saves: Iterable[Saved]) -> None:
-        """The objects of what a head calls removed: nobody counts on them, whoever holds the root by now."""
+        """Delete the objects of saves that a head lists as removed: nobody relies on them, whoever owns the root."""
         for saved in saves:
             self.store.delete(self.mirror.objects_of(saved.tag, saved.save_id))
 
     def _left_behind(self, copied: StepFile, local: Path, waits: Callable[[int, str], bool]) -> list[Saved]:
-        """Unfinished copies of older writers, whose originals are not here, or are not copied any more."""
+        """Unfinished copies of earlier writers, whose originals are not here, or are no longer copied."""
         older = [saved for saved in self._unfinished if saved.iteration <= copied.iteration]
         if not older:
             return []
@@ -295,8 +295,9 @@ class StorePlace:
 
 
 class NodePlace(StorePlace):
-    """The same root, to which a node that is not rank 0's brings its parts. It holds no lease and moves no pointer:
-    what it puts there counts only in what rank 0 commits."""
+    """The same root on nodes other than rank 0's, which upload their parts. It has no lease and moves no pointers: its
+    objects only become valid by rank 0's commit.
+    """
 
     def hold(self, local: Path, beat: Callable[[], object]) -> None:
         self.head = self.mirror.refresh() or Head()
@@ -305,7 +306,7 @@ class NodePlace(StorePlace):
         pass
 
     def begin(self) -> None:
-        pass  # rank 0 clears away; here others are at work already
+        pass  # rank 0 cleans up; others may already be uploading here
 
     def check_owned(self) -> None:
         pass  # rank 0 does
@@ -341,10 +342,10 @@ class NodePlace(StorePlace):
 
 
 def join_parts(parts: Iterable[Manifest]) -> Manifest:
-    """The manifest of a checkpoint, of those of all its parts.
+    """The manifest of a checkpoint, from those of all its parts.
 
     Raises:
-        CheckpointError: two nodes have written different files of one name.
+        CheckpointError: two nodes have written different files with the same name.
     """
     files: dict[str, FileEntry] = {}
     beside: dict[str, FileEntry] = {}
@@ -365,7 +366,7 @@ def join_parts(parts: Iterable[Manifest]) -> Manifest:
 
 
 def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:
-    """The place that a path or a URL names."""
+    """The place for a path or a URL."""
     if not isinstance(where, str | os.PathLike):
         return where
     return StorePlace(os.fspath(where), say) if is_store(where) else DirectoryPlace(where)

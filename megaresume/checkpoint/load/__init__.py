@@ -1,8 +1,8 @@
 """What is loaded.
 
-choose.py           of one root or of two, the same on all ranks
+choose.py           chooses from one root or from two, the same on all ranks
 search.py           the rules of a choice
-damage.py           its files, compared with those that were saved
+damage.py           compares files with those that were saved
 foreign.py          checkpoints of other programs
-foreign_layouts.py  how each of these programs lays them out
+foreign_layouts.py  the layout of each of these programs
 """

@@ -1,9 +1,9 @@
-"""Choosing what to load, the same on all ranks.
+"""Chooses what to load, the same on all ranks.
 
 choose              the newest complete checkpoint of a root, by the rules in `search`
-choose_of_two       of a local root and its copies whichever is newest and complete
-confirm_choice      on every other rank. On shared filesystems ranks may disagree about what exists: attribute caches
-                    lag, a mount is missing on one node. A rank that quietly started from something else would be
+choose_of_two       the newest complete one of a local root and its copies
+confirm_choice      on every other rank. On shared filesystems, ranks may disagree about what exists: attribute caches
+                    lag, a mount is missing on one node. A rank that silently started from something else would be
                     worse than a stop
 """
 
@@ -36,22 +36,22 @@ def choose(
     progress: Progress | None = None,
     damaged: Mapping[Path, str] | None = None,
 ) -> Choice | None:
-    """Decide what to load. Reads only; on rank 0, which then tells the others.
+    """Decide what to load. Only reads; on rank 0, which then tells the others.
 
     Args:
         load_dir: the checkpoint root.
-        tag: exactly this tag directory, or an error. ``global_step10_universal`` takes the data state of
+        tag: exactly this tag directory, or an error. ``global_step10_universal`` uses the data state of
             ``global_step10``, from which it was converted.
-        checksums: read every file that has a checksum in its manifest.
+        checksums: verify every file that has a checksum in its manifest.
         progress: for checksums: called with the bytes just read, from several threads.
-        damaged: tag directories that could not be read, with the reason; they are passed over.
+        damaged: tag directories that could not be read -> the reason; they are skipped.
 
     Returns:
-        None if there is no checkpoint at all (or no such directory), or only saves that a kill cut short and the
-        run never finished one; whether that is an error is for the caller.
+        None if there is no checkpoint at all (or no such directory), or only saves interrupted by a kill in a run that
+        never finished one; the caller decides whether that is an error.
 
     Raises:
-        CheckpointError: what was asked for is missing or not whole; or there are checkpoints and none is complete.
+        CheckpointError: the requested one is missing or incomplete; or there are checkpoints and none is complete.
         StateError: a record was written by a newer megaresume (`NewerFormatError`), or the ledger cannot be read.
     """
     root = Path(os.path.abspath(load_dir))
@@ -87,15 +87,15 @@ def choose_of_two(
     tag: str | None = None,
     damaged: Mapping[Path, str] | None = None,
 ) -> Choice | None:
-    """What to load: each root is asked as `choose` does, then the newer choice is taken; the local one where both are
-    of the same step. A shared one on a branch that the local ledger knows to be given up is passed over.
+    """Choose from two roots: each is searched as by `choose`, then the newer choice wins; the local one for the same
+    step. A shared one on a branch that is abandoned according to the local ledger is skipped.
 
     Returns:
-        `Choice.load_dir` says from which; what was passed over in the other is among ``rejected``. None if neither has
+        `Choice.load_dir` tells which root; what was skipped in the other is in ``rejected``. None if neither has
         a checkpoint.
 
     Raises:
-        CheckpointError: neither has a complete one although the run has saved, or what was asked for; or the two are of
+        CheckpointError: the run has saved and neither has a complete one, or the requested one; or the two are of
             different runs.
     """
     roots = [Path(os.path.abspath(root)) for root in (local, shared)]
@@ -134,7 +134,7 @@ def choose_of_two(
 
 
 def _rank(choice: Choice, local: Path, given_up: frozenset[str]) -> tuple[bool, bool, int, bool]:
-    """The sort key of a choice: with a data state, on the branch of the run, newer, local."""
+    """The sort key of a choice: with a data state, on the run's branch, newer, local."""
     step = -1 if choice.iteration is None else choice.iteration
     return choice.record is not None, not _is_given_up(choice, given_up), step, choice.load_dir == local
 
@@ -152,7 +152,7 @@ def _why(other: Choice, best: Choice, given_up: frozenset[str]) -> str:
 
 
 def different_runs_error(local: Path, run: str | None, shared: Path | str, other: str | None) -> CheckpointError:
-    """The error of a local root and copies that do not belong together."""
+    """The error for a local root and copies of different runs."""
     return CheckpointError(
         "the local checkpoints and the copies are of two runs",
         found=f"run {run} in {local}, run {other} in {shared}",
@@ -163,14 +163,14 @@ def different_runs_error(local: Path, run: str | None, shared: Path | str, other
 
 
 def _check_nothing_lost(local: Path, shared: Path) -> None:
-    """Raise a CheckpointError if neither root has a whole checkpoint, and the copies mention one.
+    """Raise a CheckpointError if neither root has a complete checkpoint, and the copies mention one.
 
-    Only what was committed is copied: if the local storage was lost in the middle of the first copy, a start from
-    step 0 would throw the run away in silence.
+    Only committed checkpoints are copied: if the local storage was lost during the first copy, a start from step 0
+    would silently discard the run.
     """
     candidates = list_candidates(shared)
     if any(candidate.is_committed for candidate in candidates):
-        return  # copies that were whole and no longer are: `choose` names them
+        return  # the copies were complete once: `choose` names them
     ledger = read_ledger(ledger_path(shared))
     said = [f"{entry.tag}, saved {entry.time}" for entry in ledger.entries if entry.kind == "checkpoint"]
     begun = [candidate.tag for candidate in candidates]
@@ -194,20 +194,20 @@ def confirm_choice(
     timeout_seconds: float = 30.0,
     poll_seconds: float = 0.5,
 ) -> StepFile | None:
-    """Check on this rank what rank 0 chose.
+    """Check on this rank that it sees rank 0's choice.
 
     Args:
         load_dir: the checkpoint root, as this rank sees it.
-        choice: of rank 0; None if it found nothing.
-        timeout_seconds: how long to wait for a filesystem whose cache lags behind.
-        poll_seconds: how often to look meanwhile.
+        choice: rank 0's; None if it found nothing.
+        timeout_seconds: how long to wait for a filesystem with a lagging cache.
+        poll_seconds: time between looks.
 
     Returns:
-        the state that this rank read, the same as rank 0's; None if rank 0 has none.
+        the state as read by this rank, the same as rank 0's; None if rank 0 has none.
 
     Raises:
         CheckpointError: "this rank sees ...", after the timeout.
-        NewerFormatError: this rank runs an older megaresume than the one that wrote the state.
+        NewerFormatError: this rank runs an older megaresume than the writer of the state.
     """
     root = Path(os.path.abspath(load_dir))
     deadline = time.monotonic() + timeout_seconds
@@ -227,7 +227,7 @@ def confirm_choice(
 
 
 def _look(root: Path, choice: Choice | None) -> tuple[str | None, StepFile | None]:
-    """What this rank sees differently from rank 0, or None; and the state."""
+    """How this rank's view differs from rank 0's, or None; and the state."""
     if choice is None:
         there = [c.tag for c in list_candidates(root) if c.has_dir and not c.unfinished]
         return (f"{there[0]}, where rank 0 sees no checkpoint" if there else None), None

@@ -1,10 +1,10 @@
-"""The files that are loaded, compared with those that were saved.
+"""Compares the files to be loaded with those that were saved.
 
-They are compared where they will be read; all machines do it together:
+They are compared where they will be read, by all machines together:
 
-    every directory    of the tag, by machine and by what is mounted there; its lowest rank works for it
+    every directory    of the tag, identified by machine and mount; its lowest rank works for it
     the same files?    by size and time of change, as rank 0 sees them: a shared filesystem
-    together           who sees the same files shares them; a directory of its own (a local copy) is compared as a whole
+    together           ranks that see the same files share the work; a separate directory (a local copy) is read whole
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from megaresume.checkpoint.records.manifest import FileEntry, Manifest, verify_f
 from megaresume.files import read_error
 from megaresume.stream.errors import listed
 
-#: from this many bytes on, a start logs what it waits for.
+#: from this many bytes on, a start logs what it is waiting for.
 _MUCH = 10e9
 
-#: of every file: its size and the time of its last change in nanoseconds, which no copy keeps; None if it is not there.
+#: for every file: its size and the time of its last change in nanoseconds, which no copy preserves; None if missing.
 _Stats = list[tuple[int, int] | None]
 
 
 def find_damage(choice: Choice) -> str | None:
-    """Compare the files of a chosen checkpoint with its manifest, where they will be read. Collective.
+    """Compare the files of a choice with its manifest, where they will be read. Collective.
 
     Returns:
         what is wrong, in words, the same on every rank; None: nothing.

@@ -1,28 +1,28 @@
-"""Checkpoints of other programs: what layouts have in common, and what a file shows before it is loaded.
+"""Checkpoints of other programs: the common parts of their layouts, and what a file shows before it is loaded.
 
-Where megaresume saved, its manifest says what is complete. Elsewhere the files are checked against what their layout
-demands (`foreign_layouts`), and `megaresume.runs.latest` chooses. Nothing is unpickled, and no tensor is read.
+If megaresume saved, its manifest says what is complete. Otherwise the files are checked against the rules of their
+layout (`foreign_layouts`), and `megaresume.runs.latest` chooses. Nothing is unpickled, and no tensor is read.
 
-`Look` is what was seen of one checkpoint, `Layout` how to see it. What a pickle says is read without unpickling it: its
-opcodes are listed, nothing of it is ever built or called.
+`Look` is the result for one checkpoint, `Layout` says how to get it. Pickles are read without unpickling: their opcodes
+are listed, but nothing is built or called.
 
     {"dp_world_size": 2, "optimizer": None}   ->   ...  "dp_world_size"  2  "optimizer"  None
 
-A checkpoint of DeepSpeed or Megatron-LM states its number of ranks only inside its pickles, and a distributed
+A checkpoint of DeepSpeed or Megatron-LM has its number of ranks only inside its pickles, and so does a distributed
 checkpoint of PyTorch its list of files. A key of a dictionary is followed by its value, so that `value_after` finds
-them; a string that was seen before is looked up in the pickle's memo.
+them; a repeated string is looked up in the pickle's memo.
 
-Whether one file can be what its name says: not empty, not cut short. Its end and its header are read, no more.
+Checks whether a file can be what its name says: not empty, not truncated. Only its end and its header are read.
 
-    .pt .pth .bin    a zip archive (what ``torch.save`` writes): its directory lies at the end, so a torn one has none
-    .safetensors     its header says how long the file is
+    .pt .pth .bin    a zip archive (from ``torch.save``): its directory is at the end, so a torn one has none
+    .safetensors     its header has the length of the file
     .json            it parses
 
-PyTorch's distributed checkpoints: ``__0_0.distcp`` files, and ``.metadata``, which lists what each must hold.
+PyTorch's distributed checkpoints: ``__0_0.distcp`` files, and ``.metadata``, which lists the content of each.
 
 Megatron-LM's ``torch_dist`` (with ``metadata.json``, and up to 0.18 ``common.pt``), ``torch_dcp`` and ``fsdp_dtensor``
 are such directories, and so are FSDP's sharded states under Hugging Face and Megatron's under VeRL. ``.metadata`` is
-written when every rank is done; Megatron's ``metadata.json`` after it.
+written when every rank has finished, and Megatron's ``metadata.json`` after that.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from megaresume.files import open_file, read_file
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What was found when a checkpoint was compared with its layout."""
+    """The result of comparing a checkpoint with its layout."""
 
-    #: why it is not complete: sentences. Empty: nothing is missing.
+    #: why it is incomplete: sentences. Empty: nothing is missing.
     problems: tuple[str, ...] = ()
     #: notes for whoever loads it.
     notes: tuple[str, ...] = ()
@@ -57,27 +57,27 @@ class Look:
 class Layout:
     """How one family of programs lays out its checkpoints."""
 
-    #: for ``--layout``.
+    #: its name for ``--layout``.
     name: str
-    #: for people.
+    #: its name for people.
     title: str
     #: names of its checkpoint directories; group 1: the iteration.
     pattern: re.Pattern[str]
     #: the file that names the newest one; None if there is no such file.
     pointer: str | None
-    #: the pointer moves only when a save is over: what is newer than it was never finished.
+    #: whether the pointer only moves when a save is finished, so that anything newer was never finished.
     pointer_commits: bool
-    #: `megaresume` may have left its records beside the checkpoints.
+    #: whether `megaresume` may have written records beside the checkpoints.
     managed: bool
-    #: further directories that are checkpoints, whatever their name.
+    #: finds further checkpoint directories, with any name.
     others: Callable[[Path], list[str]]
-    #: look at one checkpoint directory, given the iteration that its name tells.
+    #: examines one checkpoint directory, given the iteration in its name.
     look: Callable[[Path, int | None], Look]
-    #: the iteration that the files tell, for directories whose name does not.
+    #: the iteration in the files, for directories whose name has none.
     number_inside: Callable[[Path], int | None] = lambda directory: None
 
     def number(self, name: str) -> int | None:
-        """The iteration that a directory's name tells."""
+        """The iteration in a directory's name."""
         match = self.pattern.fullmatch(name)
         return int(match[1]) if match else None
 
@@ -86,11 +86,11 @@ def _is_dir(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:
-        return False  # a link that leads round in a circle, or to where this user may not look
+        return False  # a circular link, or one to a place that this user may not look at
 
 
 def subdirectories(root: Path) -> list[str]:
-    """Names of the directories in a directory; none if it is not there.
+    """Names of the directories in a directory; empty if it does not exist.
 
     Raises:
         OSError: it cannot be listed.
@@ -102,10 +102,10 @@ def subdirectories(root: Path) -> list[str]:
         return []
 
 
-#: ``...`` stands for whatever is not text, number or None: the beginning of a list, a tensor, an object.
+#: ``...`` stands for anything except text, number or None: the beginning of a list, a tensor, an object.
 Word = str | int | float | None | EllipsisType
 
-#: bytes; the pickle of a checkpoint holds no tensors. A larger one is no longer read word by word: seconds.
+#: bytes; the pickle of a checkpoint has no tensors. Reading a larger one word by word would take seconds.
 MAX_PICKLE = 16 << 20
 
 _SILENT = frozenset({"PROTO", "FRAME", "STOP", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD", "POP", "POP_MARK"})
@@ -113,10 +113,10 @@ _CONSTANTS: dict[str, Word] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 
 
 def words(data: bytes) -> Iterator[Word]:
-    """The scalars of a pickle, in its order.
+    """The scalars of a pickle, in order.
 
     Raises:
-        ValueError: it is not a pickle, or is cut short.
+        ValueError: it is not a pickle, or is truncated.
     """
     memo: dict[int, Word] = {}
     last: Word = ...
@@ -140,15 +140,15 @@ def words(data: bytes) -> Iterator[Word]:
                 yield last
     except ValueError:
         raise
-    except Exception as error:  # the listing fails in many ways on garbage
+    except Exception as error:  # for garbage, listing fails in many ways
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def archive_words(path: Path) -> list[Word] | None:
-    """The words of what ``torch.save`` wrote.
+    """The words in a file of ``torch.save``.
 
     Returns:
-        None if it is not a zip archive, has no pickle in it, or a huge one.
+        None if it is not a zip archive, or has no pickle in it, or a huge one.
 
     Raises:
         OSError: it cannot be read.
@@ -164,7 +164,7 @@ def archive_words(path: Path) -> list[Word] | None:
 
 
 def value_after(found: Sequence[Word] | None, key: str) -> Word:
-    """What follows the first ``key``; ``...`` if there is none."""
+    """The word after the first ``key``; ``...`` if there is none."""
     if found is None:
         return ...
     for number, word in enumerate(found[:-1]):
@@ -175,14 +175,14 @@ def value_after(found: Sequence[Word] | None, key: str) -> Word:
 
 #: bytes; safetensors allows no longer header.
 _MAX_HEADER = 100_000_000
-#: how files begin that ``torch.save(..., _use_new_zipfile_serialization=False)`` wrote: nothing marks their end.
+#: the beginning of files from ``torch.save(..., _use_new_zipfile_serialization=False)``, whose end has no mark.
 _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-#: not .distcp: a rank that had nothing to write leaves an empty one, and ``.metadata`` says which are needed.
+#: not .distcp: a rank with nothing to write leaves an empty one, and ``.metadata`` lists the needed ones.
 _NOT_EMPTY = (".pt", ".pth", ".bin", ".safetensors", ".json", ".metadata")
 
 
 def file_problems(directory: Path) -> list[str]:
-    """What is wrong with the files below a directory: sentences, in order of the paths.
+    """What is wrong with the files below a directory: sentences, sorted by path.
 
     Raises:
         OSError: the directory cannot be read.
@@ -196,7 +196,7 @@ def file_problems(directory: Path) -> list[str]:
 
 
 def file_problem(path: Path) -> str | None:
-    """What is wrong with one file, as the rest of a sentence; None if no problem can be seen."""
+    """What is wrong with one file, as the rest of a sentence; None if nothing is visible."""
     try:
         size = os.stat(path).st_size
         if size == 0:
@@ -220,7 +220,7 @@ def _archive_problem(path: Path, size: int) -> str | None:
     if head == _LEGACY:
         return None
     if not head.startswith(b"PK\x03\x04"):
-        # A plain pickle ends with its STOP; anything else is not what torch.save writes.
+        # A plain pickle ends with STOP; anything else is not from torch.save.
         if head.startswith(b"\x80") and _last_byte(path) == b".":
             return None
         return f"is not a torch.save archive: it begins with {head[:4].hex()}"
@@ -295,7 +295,7 @@ def is_distributed(directory: Path) -> bool:
 
 
 def has_common_state(directory: Path) -> bool:
-    """Whether Megatron's ``torch_dist`` wrote here: its state that is not a tensor is in a file, or among the shards.
+    """Whether Megatron's ``torch_dist`` wrote here, with its non-tensor state in a file or among the shards.
 
     Raises:
         OSError: a file cannot be read.
@@ -305,7 +305,7 @@ def has_common_state(directory: Path) -> bool:
 
 
 def megatron_dist_problems(directory: Path) -> list[str]:
-    """What is missing from what Megatron's ``dist_checkpointing.save`` writes.
+    """What is missing from the output of Megatron's ``dist_checkpointing.save``.
 
     Raises:
         OSError: a file cannot be read.
@@ -315,10 +315,10 @@ def megatron_dist_problems(directory: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{CONFIG} is missing: it is written last, when every rank is done"]
     except ValueError:
-        return []  # `file_problems` says so
+        return []  # `file_problems` reports it
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
     if backend != "torch_dist":
-        # zarr, up to 0.11: one directory for each tensor, with nothing that lists them.
+        # zarr, up to 0.11: one directory for each tensor, not listed anywhere.
         return [] if (directory / COMMON).exists() else [f"{COMMON} is missing"]
     return distributed_problems(directory, with_common=True)
 
@@ -327,8 +327,8 @@ def distributed_problems(directory: Path, *, with_common: bool = False) -> list[
     """Check the files against ``.metadata``.
 
     Args:
-        directory: where they lie.
-        with_common: Megatron's common state must be there, as a file or among the shards.
+        directory: the checkpoint directory.
+        with_common: also require Megatron's common state, as a file or among the shards.
 
     Raises:
         OSError: a file cannot be read.

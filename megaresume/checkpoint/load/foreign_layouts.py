@@ -1,15 +1,16 @@
-"""How each of the programs lays out its checkpoints.
+"""The checkpoint layouts of other programs.
 
 DeepSpeed: ``global_step10/`` or a custom tag, and the pointer ``latest``.
 
-    mp_rank_MM_model_states.pt                          one for each model-parallel rank (ZeRO 0 to 2)
-    zero_pp_rank_R_mp_rank_MM_model_states.pt           one for each rank (ZeRO 3)
-    [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt    one for each rank (ZeRO 1 to 3)
+    mp_rank_MM_model_states.pt                          one per model-parallel rank (ZeRO 0 to 2)
+    zero_pp_rank_R_mp_rank_MM_model_states.pt           one per rank (ZeRO 3)
+    [bf16_]zero_pp_rank_R_mp_rank_MM_optim_states.pt    one per rank (ZeRO 1 to 3)
     layer_LL-model_MM-model_states.pt                   pipelines
     layer_L_expert_E_mp_rank_MM_model_states.pt         experts
 
-As in ``deepspeed/runtime/engine.py`` (``_get_zero_ckpt_name``, ``_save_checkpoint``). How many ranks there were is in
-no name; the model states say so (``dp_world_size``). ``latest`` is moved before all ranks are done: it proves nothing.
+As in ``deepspeed/runtime/engine.py`` (``_get_zero_ckpt_name``, ``_save_checkpoint``). The number of ranks is in no
+file name, but in the model states (``dp_world_size``). ``latest`` is moved before all ranks are done: it proves
+nothing.
 
 Megatron-LM: ``iter_0000010/`` or ``release/``, and the tracker ``latest_checkpointed_iteration.txt``.
 
@@ -18,26 +19,26 @@ Megatron-LM: ``iter_0000010/`` or ``release/``, and the tracker ``latest_checkpo
     torch_dcp, fsdp_dtensor         .metadata            __R_F.distcp
 
 As in ``megatron/training/checkpointing.py`` (``get_checkpoint_name``, ``_get_checkpoint_format``). The tracker is
-written when every rank is done, so that a directory newer than it was never finished.
+written when every rank is done, so a newer directory was never finished.
 
-Hugging Face's Trainer, and LLaMA-Factory on top of it: ``checkpoint-10/``, without a pointer.
+Hugging Face's Trainer, and LLaMA-Factory, which uses it: ``checkpoint-10/``, without a pointer.
 
     model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json, which lists them
         adapters: adapter_model.safetensors; FSDP: pytorch_model_fsdp_0/; older: pytorch_model.bin
     optimizer.pt  scheduler.pt  scaler.pt  rng_state.pth, or rng_state_R.pth for each rank
     global_step10/  latest               with DeepSpeed: instead of optimizer.pt, and under ZeRO 3 of the model
-    trainer_state.json                   written last by rank 0, so that a killed save has none
+    trainer_state.json                   written last by rank 0, so a killed save has none
 
-As in ``transformers/trainer.py`` (``_save_checkpoint``). Its own ``get_last_checkpoint`` looks at names alone.
+As in ``transformers/trainer.py`` (``_save_checkpoint``). Its own ``get_last_checkpoint`` only looks at names.
 
 VeRL: ``global_step_10/`` with a directory for each role, and the tracker ``latest_checkpointed_iteration.txt``.
 
     actor/  critic/      FSDP: model_, optim_, extra_state_world_size_W_rank_R.pt, fsdp_config.json
                          Megatron: dist_ckpt/, a distributed checkpoint
-                         both: huggingface/, configuration and tokenizer, and weights where asked for
+                         both: huggingface/, configuration and tokenizer, and weights if configured
     data.pt              the loader of prompts
 
-As in ``verl/utils/checkpoint/``; its trainer of supervised runs writes the same without roles, and ``data_R.pt``. The
+As in ``verl/utils/checkpoint/``; its trainer for supervised runs writes the same without roles, and ``data_R.pt``. The
 tracker is written last.
 """
 
@@ -75,7 +76,7 @@ _EXPERT_OPTIMIZER = re.compile(r"expp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_state
 
 
 def _look_at_deepspeed(directory: Path, _: int | None = None) -> Look:
-    """Look at one tag directory. Raises OSError."""
+    """Examine one tag directory. Raises OSError."""
     names = _names(directory)
     found = file_problems(directory)
     models = [match for name in names if (match := _MODEL.fullmatch(name))]
@@ -104,7 +105,7 @@ def _look_at_deepspeed(directory: Path, _: int | None = None) -> Look:
 
 
 def ranks_of(directory: Path) -> tuple[int | None, int | None]:
-    """How a tag directory was saved: (data-parallel ranks, ZeRO stage); None if not said. Raises OSError."""
+    """The layout when a tag directory was saved: (data-parallel ranks, ZeRO stage); None if unknown. Raises OSError."""
     names = _names(directory)
     facts = _facts(directory, names)
     stage: int | None = None
@@ -125,7 +126,7 @@ def _is_model(name: str) -> bool:
 
 
 def _facts(directory: Path, names: list[str]) -> list[Word] | None:
-    """The words of the first model states that can be read."""
+    """The words of the first readable model states."""
     return next((facts for n in names if _is_model(n) and (facts := archive_words(directory / n)) is not None), None)
 
 
@@ -154,19 +155,19 @@ def _experts(names: list[str]) -> list[str]:
 
 
 def is_tag_directory(directory: Path) -> bool:
-    """Whether its files are those of a tag directory, whatever its name. Raises OSError."""
+    """Whether its files are those of a tag directory, whatever its name is. Raises OSError."""
     return any(map(_is_model, _names(directory)))
 
 
 def _others(root: Path) -> list[str]:
-    """Custom tags: directories with model states, but for what was converted from another tag."""
+    """Custom tags: directories with model states, except those converted from another tag."""
     usual = DEEPSPEED.pattern
     names = [name for name in subdirectories(root) if not usual.fullmatch(name) and name != RECORDS_DIR]
     return [name for name in names if not name.endswith("_universal") and is_tag_directory(root / name)]
 
 
 def global_steps(directory: Path) -> int | None:
-    """The iteration that the model states tell: for tags whose name does not. Raises OSError."""
+    """The iteration in the model states, for tags whose name has none. Raises OSError."""
     return _count(value_after(_facts(directory, _names(directory)), "global_steps"), at_least=0)
 
 
@@ -191,7 +192,7 @@ _RANK = re.compile(r"mp_rank_([0-9]{2,})(?:_([0-9]{3,}))?(?:_([0-9]{3,}))?")
 
 
 def _look_at_megatron(directory: Path, _: int | None = None) -> Look:
-    """Look at one checkpoint directory. Raises OSError."""
+    """Examine one checkpoint directory. Raises OSError."""
     found = file_problems(directory)
     ranks = {name: match for name in subdirectories(directory) if (match := _RANK.fullmatch(name))}
     if (directory / CONFIG).exists() or has_common_state(directory):
@@ -225,7 +226,7 @@ def _torch_problems(directory: Path, ranks: dict[str, re.Match[str]]) -> list[st
 
 
 def _expected_ranks(args: list[Word] | None) -> list[str]:
-    """From the arguments that every file holds; none if they are not there."""
+    """Files for the ranks in the arguments that every file contains; empty without arguments."""
     sizes = [value_after(args, f"{kind}_model_parallel_size") for kind in ("tensor", "pipeline", "expert")]
     tensor, pipeline, expert = (size if isinstance(size, int) else None for size in sizes)
     if tensor is None or pipeline is None:
@@ -238,7 +239,7 @@ def _expected_ranks(args: list[Word] | None) -> list[str]:
 
 
 def _grid(ranks: dict[str, re.Match[str]]) -> list[str]:
-    """Every combination of the indices that occur, from 0 up: what is missing inside of it was lost."""
+    """Every combination of the indices that occur, from 0 up; one missing within this grid was lost."""
     indices = [[int(part) for part in match.groups() if part is not None] for match in ranks.values()]
     width = max(map(len, indices))
     sizes = [max(row[i] for row in indices if len(row) > i) + 1 for i in range(width)]
@@ -269,7 +270,7 @@ _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 
 
 def _look_at_hugging_face(directory: Path, number: int | None = None) -> Look:
-    """Look at one checkpoint directory. Raises OSError."""
+    """Examine one checkpoint directory. Raises OSError."""
     names = {entry.name for entry in directory.iterdir()}
     found = [*file_problems(directory), *_state(directory, number), *missing_shards(directory)]
     tags = [name for name in subdirectories(directory) if DEEPSPEED.number(name) is not None]
@@ -295,7 +296,7 @@ def _state(directory: Path, number: int | None) -> list[str]:
     except FileNotFoundError:
         return [f"{STATE} is missing: it is written last"]
     except ValueError:
-        return []  # `file_problems` says so
+        return []  # `file_problems` reports it
     step = state.get("global_step") if isinstance(state, dict) else None
     if number is not None and step != number:
         return [f"{STATE} is from step {step}"]
@@ -303,7 +304,7 @@ def _state(directory: Path, number: int | None) -> list[str]:
 
 
 def _training(names: set[str], sharded: list[str], is_deepspeed: bool, num_ranks: int) -> tuple[list[str], list[str]]:
-    """(what is missing of optimizer, schedule and random states, what to know)."""
+    """(what is missing from optimizer, schedule and random states, notes)."""
     optimizer = (
         is_deepspeed
         or bool(names.intersection(_OPTIMIZERS))
@@ -318,7 +319,7 @@ def _training(names: set[str], sharded: list[str], is_deepspeed: bool, num_ranks
     lacking = {"optimizer.pt": optimizer, "scheduler.pt": scheduler, "rng_state.pth": random}
     found = [f"{name} is missing" for name, there in lacking.items() if not there]
     if ranks:
-        # One rank alone writes rng_state.pth: a number in the name means at least two.
+        # A single rank writes rng_state.pth: a number in the name means at least two ranks.
         wanted = max(max(ranks) + 1, 2, num_ranks)
         found += [f"rng_state_{rank}.pth is missing" for rank in range(wanted) if rank not in ranks]
     return found, []
@@ -333,13 +334,13 @@ def _deepspeed(directory: Path, tags: list[str]) -> list[str]:
         return [f"{LATEST} is empty"]
     if tag not in subdirectories(directory):
         return [f"{LATEST} names {tag!r}, which is not there"]
-    # Its files were looked at already, with those of the whole directory.
+    # Its files were already checked with those of the whole directory.
     seen = set(file_problems(directory / tag))
     return [f"{tag}/{problem}" for problem in _look_at_deepspeed(directory / tag).problems if problem not in seen]
 
 
 def missing_shards(directory: Path) -> list[str]:
-    """Shards of weights that an index or their own names tell of, and that are not there. Raises OSError."""
+    """Shards of weights that an index or their own names imply, and that do not exist. Raises OSError."""
     if not directory.is_dir():
         return []
     names = sorted(entry.name for entry in directory.iterdir())
@@ -379,7 +380,7 @@ _FILE = re.compile(r"(model|optim|extra_state)_world_size_([0-9]+)_rank_([0-9]+)
 
 
 def _look_at_verl(directory: Path, _: int | None = None) -> Look:
-    """Look at one checkpoint directory. Raises OSError."""
+    """Examine one checkpoint directory. Raises OSError."""
     found, notes = file_problems(directory), list[str]()
     roles = [name for name in subdirectories(directory) if _is_role(directory / name)]
     parts = [(f"{name}/", directory / name) for name in roles]
@@ -437,7 +438,7 @@ def _config(directory: Path, sizes: set[int]) -> list[str]:
     try:
         config = read_json(directory / "fsdp_config.json")
     except (FileNotFoundError, ValueError):
-        return []  # Megatron's, or older; one that does not parse is named among the files
+        return []  # Megatron's, or older; one that does not parse is reported with the files
     size = config.get("world_size") if isinstance(config, dict) else None
     wrong = isinstance(size, int) and bool(sizes) and size not in sizes
     return [f"fsdp_config.json is for {size} ranks, the files are for {min(sizes)}"] if wrong else []

@@ -1,19 +1,19 @@
 """`Search`: the checkpoints of one root, each examined at most once, and the rules for choosing one.
 
-In this order, unless a tag or an iteration was asked for (then exactly that one, or an error):
+In this order, unless a tag or an iteration was requested (then exactly that one, or an error):
 
-1. A complete checkpoint newer than the pointers *whose marker is still there*: the save was killed between manifest
-   and pointers. Nothing of it is missing, and taking an older one would train the same samples twice.
-2. What the pointers name, if they agree. Also when newer complete checkpoints exist whose commits were finished:
-   then the pointers were moved back on purpose. Also when it was written without megaresume: then the choice has
-   no state, and the caller decides.
-3. Walking back: the newest complete one older than that, leaving out branches that were given up (a run that started
-   again from 10 and saved 15 does not fall back to the 12 of the attempt before).
-4. Whatever else is complete: given-up branches, and checkpoints beyond the pointers.
-5. The newest one that was written without megaresume. If one with a state is taken, each newer one without is named:
-   a start in which megaresume was forgotten has trained it.
+1. A complete checkpoint newer than the pointers *whose marker still exists*: the save was killed between manifest and
+   pointers. Nothing of it is missing, and loading an older one would repeat samples.
+2. What the pointers name, if they agree. Also if there are newer complete checkpoints with finished commits: then the
+   pointers were moved back on purpose. Also if it was written without megaresume: then the choice has no state, and
+   the caller decides.
+3. Walking back: the newest complete one older than that, without abandoned branches (a run that restarted from 10 and
+   saved 15 does not fall back to the 12 of the attempt before).
+4. Anything else that is complete: abandoned branches, and checkpoints beyond the pointers.
+5. The newest one that was written without megaresume. If one with a state is loaded, each newer one without is named:
+   it comes from a start in which megaresume was forgotten.
 
-Pointers that disagree name nothing: the newest complete one is taken, with a note.
+If the pointers disagree, they name nothing: the newest complete one is loaded, with a note.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rejected:
-    """A checkpoint that was passed over."""
+    """A checkpoint that was skipped."""
 
     tag: str
     iteration: int | None
@@ -60,15 +60,15 @@ class Choice:
     #: the checkpoint root.
     load_dir: Path
     tag: str
-    #: None for an unmanaged checkpoint whose name does not say.
+    #: None for an unmanaged checkpoint whose name has no iteration.
     iteration: int | None
     #: None if written without megaresume: no data state. The caller decides, and must not start over silently.
     record: StepFile | None
     #: None if there is no manifest: completeness is unknown.
     manifest: Manifest | None
-    #: newer ones that could not be taken.
+    #: newer ones that could not be loaded.
     rejected: tuple[Rejected, ...] = ()
-    #: notes for the user: sentences, to be logged on rank 0.
+    #: notes for the user: sentences, logged on rank 0.
     notes: tuple[str, ...] = ()
 
     @property
@@ -103,12 +103,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class ForeignCheckpoint:
-    """In place of a `Choice`: the framework decides what is loaded. Weights from elsewhere, or a checkpoint that
-    no manifest vouches for. It says nothing about the directory, which may still hold checkpoints."""
+    """Instead of a `Choice`: the framework decides what to load. Weights from elsewhere, or a checkpoint without a
+    manifest. It says nothing about the directory, which may still have checkpoints.
+    """
 
 
 class Search:
-    """One search of a root, which remembers what was examined and passed over. Used by `choose` and `Run`."""
+    """One search of a root, which remembers what was examined and skipped. Used by `choose` and `Run`."""
 
     def __init__(
         self,
@@ -144,12 +145,12 @@ class Search:
         return self.examined[candidate]
 
     def choice(self, found: Examined) -> Choice:
-        # Newest first; pruned ones are no news unless nothing else explains the choice.
+        # Newest first; pruned ones are only mentioned if nothing else explains the choice.
         passed = sorted(
             (e for e in self.examined.values() if e is not found and e.status not in ("complete", "pruned")),
             key=lambda e: -e.candidate.order,
         )
-        # Unsynced: only if it was asked for.
+        # An unsynced one only if requested.
         managed = found.status in ("complete", "unsynced")
         if managed:
             self._note_left(
@@ -280,7 +281,7 @@ class Search:
         return self._none_complete()
 
     def _none_was_committed(self) -> bool:
-        """Whether the root holds only unfinished saves of a run that never finished one."""
+        """Whether the root only has unfinished saves of a run that never finished one."""
         began = all(c.unfinished for c in self.candidates)
         return (
             began and not any(entry.kind == "checkpoint" for entry in self.ledger.entries) and not self.ledger.problems
@@ -317,12 +318,12 @@ class Search:
             )
 
     def _check_one_run(self) -> None:
-        """Refuse a root without a ledger whose records are of two runs."""
+        """Refuse a root without a ledger whose records come from two runs."""
         runs: dict[str, str] = {}
         for candidate in self.candidates:
             if candidate.has_dir and candidate.iteration is not None and {"state", "manifest"} <= candidate.records:
                 path = step_path(self.root, candidate.iteration, candidate.tag)
-                with contextlib.suppress(StateError):  # passed over, in words
+                with contextlib.suppress(StateError):  # skipped, with the reason
                     runs.setdefault(read_step_file(path).run, candidate.tag)
         if len(runs) > 1:
             raise CheckpointError(
@@ -334,18 +335,18 @@ class Search:
             )
 
     def named_by_pointers(self) -> Candidate | None:
-        """What the pointers name; None if they name nothing that was committed, or disagree."""
+        """The checkpoint named by the pointers; None if it was not committed, or they disagree."""
         named: list[tuple[Pointer, Candidate]] = []
         for pointer in self.pointers:
             candidate = resolve_pointer(pointer, self.candidates)
             if candidate is not None and candidate.unfinished:
-                # DeepSpeed moves its own before the save is done: that says nothing about what was meant.
+                # DeepSpeed moves its own before the save is finished: that does not show an intention.
                 self.notes.append(f"{pointer.name} names {candidate.tag}, whose save did not end")
             elif candidate is not None:
                 named.append((pointer, candidate))
             elif pointer.problem is not None:
                 self.notes.append(pointer.problem)
-        # Two directories of one step agree: the tracker knows only the step.
+        # Two directories of one step agree: the tracker only has the step.
         if len({candidate.order for _, candidate in named}) > 1:
             says = " and ".join(f"{pointer.name} names {candidate.tag}" for pointer, candidate in named)
             self.notes.append(
@@ -372,8 +373,9 @@ class Search:
             )
 
     def _examine_unmanaged(self, newer: list[Candidate]) -> None:
-        """Pass over, in words, what was saved without megaresume since: trainers that keep no pointers of their own,
-        as Hugging Face's, left ours where they were."""
+        """Skip, with a note, checkpoints saved since without megaresume: trainers without pointers of their own, such
+        as Hugging Face's, left ours where they were.
+        """
         for candidate in newer:
             if not candidate.records:
                 self.examine(candidate)

@@ -1,22 +1,22 @@
-"""Which process writes to a checkpoint root: the owner that its lock names, and whether that process still lives.
+"""Which process writes to a checkpoint root: the owner named in its lock, and whether that process is still alive.
 
-`this_process` says who asks; `gone` proves that another is over, where that can be proved at once:
+`this_process` describes the caller; `gone` proves that another process has ended, if that can be proved at once:
 
     the same process            execve, or a second engine in one program
-    the same boot and process   /proc says that there is no such process any more
+    the same boot and process   /proc shows that the process no longer exists
     namespace
-    the same Slurm job          an older restart: Slurm has begun it again, whatever a node that it lost still does
+    the same Slurm job          an older restart: Slurm has restarted the job, whatever a lost node still does
     the same elastic launch     an older restart of torchrun's
-    another Slurm job           squeue knows it no longer, or as not running
+    another Slurm job           unknown to squeue, or not running
 
-Nothing here compares clocks. What cannot be proved is watched (`megaresume.checkpoint.lock.lock`).
+No clocks are compared. If nothing can be proved, the lock is watched (`megaresume.checkpoint.lock.lock`).
 
-On the disk a lock (`megaresume.checkpoint.lock.lock`) is numbered directories, of which the highest holds the root:
+On disk, a lock (`megaresume.checkpoint.lock.lock`) is numbered directories, of which the highest holds the root:
 
 <save>/megaresume/owner_0000007/
     owner.json          who
-    alive               a counter that goes up while the owner lives; "released" at its end
-    <token>/            drafts: what the owner is about to put in its place
+    alive               a counter that increases while the owner lives; "released" at its end
+    <token>/            drafts: files that the owner is about to rename into place
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from megaresume.stream.errors import CheckpointError
 
 FORMAT, VERSION = "megaresume.owner", 1
 
-#: the PID namespace outside of all containers: PROC_PID_INIT_INO of Linux's proc_ns.h.
+#: the PID namespace outside all containers: PROC_PID_INIT_INO in Linux's proc_ns.h.
 OUTSIDE = "pid:[4026531836]"
 
-#: what ``squeue`` calls a job whose processes may still run. Every other word, and none, says that they do not.
+#: ``squeue``'s states of a job whose processes may still run. Any other word, or none, means that they do not.
 _MAY_RUN = frozenset(
     {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 )
@@ -55,23 +55,23 @@ _SLURM_PATIENCE = 10.0
 class Owner:
     """The process that writes to a root: rank 0 of a job."""
 
-    #: of this lock alone, 16 hex digits.
+    #: unique to this lock, 16 hex digits.
     token: str
     user: str
     uid: int
     host: str
-    #: of the kernel, and of the processes that see each other; None: no Linux.
+    #: boot of the kernel; PID namespace; None: not Linux.
     boot: str | None
     namespace: str | None
     pid: int
-    #: when the process began, in ticks of this boot: a number that comes twice is not the same process.
+    #: when the process started, in ticks of this boot: a reused process number does not count as the same process.
     started: int | None
-    #: what Slurm says; None if not under Slurm. ``array``: job and task of a job array.
+    #: from Slurm; None if not under Slurm. ``array``: job and task of a job array.
     job: str | None
     cluster: str | None
     restarts: int
     array: str | None
-    #: of torchrun.
+    #: from torchrun.
     launch: str | None
     relaunches: int
     program: str
@@ -81,7 +81,7 @@ class Owner:
     since: str
 
     def to_bytes(self) -> bytes:
-        """The owner as the bytes of its file."""
+        """The content of its file."""
         return seal({"format": FORMAT, "version": VERSION, **asdict(self)}, depth=1)
 
     def is_same_process(self, other: Owner) -> bool:
@@ -89,7 +89,7 @@ class Owner:
         return self._seen_by(other) and (self.pid, self.started) == (other.pid, other.started)
 
     def _seen_by(self, other: Owner) -> bool:
-        """Whether we would see that process in our ``/proc`` if it lived: hidepid= hides those of other users."""
+        """Whether our ``/proc`` would show that process if it lived: hidepid= hides those of other users."""
         same = (self.boot, self.namespace, self.uid) == (other.boot, other.namespace, other.uid)
         return same and None not in (self.boot, self.namespace, self.started)
 
@@ -103,7 +103,7 @@ class Owner:
 
     @property
     def how_to_end(self) -> str:
-        """The command that ends the owner. A process of a container has another number outside."""
+        """The command that ends the owner. In a container, a process has another number than outside."""
         if self.job is not None:
             return f"scancel {self.job}"
         is_seen = (self.boot, self.namespace) == (boot_id() or None, _namespace())
@@ -149,7 +149,7 @@ def _number(variable: str) -> int:
 
 
 def _namespace() -> str | None:
-    """The PID namespace that ``/proc`` shows; None if it is not ours."""
+    """The PID namespace of ``/proc``; None if it is not ours."""
     try:
         return os.readlink("/proc/self/ns/pid") if os.readlink("/proc/self") == str(os.getpid()) else None
     except OSError:
@@ -168,11 +168,11 @@ def _began(pid: int) -> int | None:
 
 
 def read_owner(path: Path) -> Owner:
-    """Read which owner a lock names.
+    """Read the owner in a lock.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
-        NewerFormatError: of a newer version.
+        CheckpointError: it is missing or damaged.
+        NewerFormatError: it has a newer version.
     """
     return read_record(
         path,
@@ -185,17 +185,17 @@ def read_owner(path: Path) -> Owner:
 
 
 def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
-    """Why an owner has certainly ended, or does not count any more; None if that is not certain.
+    """Why an owner has certainly ended, or no longer counts; None if that is not certain.
 
     Args:
         owner: the one in the lock.
-        me: the process that asks.
-        ask_slurm: call ``squeue``, where all else leaves it open.
+        me: this process.
+        ask_slurm: call ``squeue`` if nothing else decides.
     """
     if owner.is_same_process(me):
         return "it is this process"
-    # A process that is there for sure is not over because of what others say of its job: variables of a job live on in
-    # shells, and in programs, that outlive it.
+    # A process that certainly exists has not ended, whatever is known about its job: variables of a job survive in
+    # shells and programs that outlive it.
     there = owner._seen_by(me)
     if there and _began(owner.pid) != owner.started:
         return "that process is gone"
@@ -205,7 +205,7 @@ def gone(owner: Owner, me: Owner, *, ask_slurm: bool = True) -> str | None:
         same_launch = (owner.restarts, owner.launch) == (me.restarts, me.launch) and me.launch not in (None, "none")
         if same_launch and owner.relaunches < me.relaunches and not there:
             return f"this is torchrun's restart {me.relaunches} of it"
-        return None  # a job that asks is there
+        return None  # a job that asks is running
     if ask_slurm and not there and owner.job is not None and owner.cluster == me.cluster:
         return _gone_from_slurm(owner.job)
     return None
@@ -218,7 +218,7 @@ def _gone_from_slurm(job: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode:
-        # What it says of a job that ended some minutes ago; anything else means that Slurm itself did not answer.
+        # The answer for a job that ended some minutes ago; any other error means that Slurm did not answer.
         return "Slurm does not know that job any more" if "Invalid job id" in done.stderr else None
     states = set(done.stdout.split())
     if states & _MAY_RUN:
@@ -230,19 +230,19 @@ OWNER, ALIVE = "owner.json", "alive"
 RELEASED = "released"
 
 _NAME = re.compile(r"owner_([0-9]{7,18})")
-#: bytes of the counter: every write replaces all of it.
+#: bytes of the counter: every write replaces all of them.
 _WIDTH = 20
-#: what a rename says that finds somebody else's directory in its place.
+#: errors of a rename whose target is somebody else's directory.
 _TAKEN = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
 def place(root: Path, number: int) -> Path:
-    """The directory of a number."""
+    """The directory with a number."""
     return records_dir(root) / f"owner_{number:07d}"
 
 
 def newest(root: Path) -> int | None:
-    """The number that holds a root, or did last; None if none ever did. Raises CheckpointError: it cannot be listed."""
+    """The number that holds a root, or last did; None if none ever did. Raises CheckpointError: it cannot be listed."""
     return max(_numbers(root), default=None)
 
 
@@ -262,10 +262,10 @@ def _numbers(root: Path) -> list[int]:
 
 
 def write_alive(directory: Path, text: str) -> None:
-    """Replace the counter in place: whoever reads it only asks whether it has changed.
+    """Replace the counter in place: readers only check whether it has changed.
 
     Raises:
-        OSError: FileNotFoundError if the directory has been taken away.
+        OSError: FileNotFoundError if the directory has been removed.
     """
     descriptor = os.open(directory / ALIVE, os.O_WRONLY)
     try:
@@ -283,7 +283,7 @@ def read_alive(directory: Path) -> str | None:
 
 
 def claim(root: Path, number: int, owner: Owner) -> bool:
-    """Make the directory of a number in one step, and remove the lower ones.
+    """Create the directory with a number atomically, and remove the lower ones.
 
     Returns:
         False: another process was faster.
@@ -301,10 +301,10 @@ def claim(root: Path, number: int, owner: Owner) -> bool:
         shutil.rmtree(draft, ignore_errors=True)
         if error.errno not in _TAKEN:
             raise write_error(draft, error) from error
-        # A server whose answer was lost is asked again, and then refuses what it has done already.
+        # If a server's answer was lost, the retry is refused because the rename is already done.
         if not (place(root, number) / owner.token).is_dir():
             return False
-    # Who had looked before the last owner came may have found a number that was free again: the highest one counts.
+    # A process that looked before the last owner came may have found a free number: only the highest one counts.
     others = [other for other in _numbers(root) if other != number]
     if any(other > number for other in others):
         remove(root, number)
@@ -315,7 +315,7 @@ def claim(root: Path, number: int, owner: Owner) -> bool:
 
 
 def remove(root: Path, number: int) -> None:
-    """Take a directory away from its owner. When this returns, nothing can be renamed out of it any more.
+    """Remove a directory from its owner. When this returns, nothing can be renamed out of it any more.
 
     Raises:
         CheckpointError: it cannot be removed.
@@ -328,7 +328,7 @@ def remove(root: Path, number: int) -> None:
     except OSError as error:
         raise write_error(place(root, number), error) from error
     for _ in range(20):
-        # Its owner's NFS client knows the directory by another handle than its name, and may still write into it.
+        # Its owner's NFS client refers to the directory by a handle, not its name, and may still write into it.
         shutil.rmtree(away, ignore_errors=True)
         if not away.exists():
             return

@@ -1,25 +1,25 @@
 """One job at a time writes to a checkpoint root.
 
-A lock with its owner's name, and a fence for who has lost it:
+A lock with its owner's name, and a fence against a process that has lost it:
 
-    start    nobody, or an owner that has ended      -> the next number is claimed, the lower ones removed
-             an owner whose counter moves            -> refused, with its name
+    start    free, or the owner has ended            -> the next number is claimed, the lower ones removed
+             an owner whose counter moves            -> refused, naming the owner
              an owner whose counter stands still     -> claimed
-    save     the owner's draft -> renamed to its place: data state, manifest, pointers      (`write_fenced`)
+    save     the owner's draft -> renamed into place: data state, manifest, pointers      (`write_fenced`)
     end      marked as released
 
-**Taking.** A directory is prepared with everything in it and renamed to the next number (`claim`). A rename never
-replaces a directory that is not empty: of two that take it at once, the filesystem refuses one. Numbers only grow: the
-last directory stays when its owner ends, and the next owner removes it. Neither file locks nor the clocks of two nodes
-are needed, so that this holds on NFS and Lustre.
+**Taking.** A directory is prepared with its content and renamed to the next number (`claim`). A rename never replaces
+a directory that is not empty: if two processes try at once, the filesystem refuses one. Numbers only grow: the last
+directory stays when its owner ends, and the next owner removes it. Neither file locks nor the clocks of two nodes are
+needed, so this works on NFS and Lustre.
 
-**The fence.** Whoever takes the lock removes the directories of lower numbers before it looks at any checkpoint. An
-owner puts in place what makes a checkpoint count with a rename *out of* its own directory: that comes before the
-removal, and the new owner sees the checkpoint; or after it, and the rename fails. There is nothing in between, however
-long a process slept between two of its instructions. So a node that was taken for dead and comes back commits nothing.
-Model files it may still write; they count only with a manifest.
+**The fence.** A process that takes the lock removes the directories with lower numbers before it looks at any
+checkpoint. An owner makes a checkpoint valid by a rename *out of* its own directory: either before the removal, so that
+the new owner sees the checkpoint, or after it, so that the rename fails. There is nothing in between, however long a
+process sleeps between two of its instructions. So a node that was believed dead and comes back commits nothing. It may
+still write model files, but they are not valid without a manifest.
 
-The counter goes up in one daemon thread for all roots of a process. A forked child holds nothing. What a killed owner
+One daemon thread increases the counters of all roots of a process. A forked child holds nothing. What a killed owner
 leaves need not be cleaned up by hand.
 """
 
@@ -56,22 +56,22 @@ from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError
 
-#: how often an owner raises its counter.
+#: how often an owner increases its counter.
 RENEW_SECONDS = 2.0
-#: how long a counter is watched that stands still: ten renewals, since a busy interpreter or filesystem skips some.
+#: how long a counter that stands still is watched: ten renewals, as a busy interpreter or filesystem skips some.
 PATIENCE_SECONDS = 20.0
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """What the lock of a root says."""
+    """The state of a root's lock."""
 
-    #: held: as far as one can tell without waiting. gone: it has ended, the next start takes the lock at once.
+    #: held: as far as can be told without waiting. gone: it has ended, so that the next start takes the lock at once.
     status: Literal["held", "gone", "released"]
-    #: why it counts as ended.
+    #: why the owner counts as ended.
     reason: str | None = None
-    #: None if the name is damaged, or was written by a newer megaresume.
+    #: None if the owner's file is damaged, or was written by a newer megaresume.
     owner: Owner | None
 
     def __str__(self) -> str:
@@ -79,20 +79,20 @@ class Holder:
 
 
 class Lock:
-    """A root that this process holds; made by `take`."""
+    """A root that this process holds; created by `take`."""
 
     def __init__(self, root: Path, number: int, owner: Owner) -> None:
         self.root = root
         self.number = number
         self.owner = owner
-        #: what is written here can be renamed to its place for as long as the root is held.
+        #: files written here can be renamed into place while the root is held.
         self.drafts = place(root, number) / owner.token
         self._count = 0
         self._released = False
         self._writing = threading.Lock()
 
     def renew(self) -> None:
-        """Raise the counter. Raises OSError: FileNotFoundError if the root was taken over."""
+        """Increase the counter. Raises OSError: FileNotFoundError if another process has taken over the root."""
         with self._writing:
             if not self._released:
                 self._count += 1
@@ -100,7 +100,7 @@ class Lock:
 
     def release(self) -> None:
         """Mark the root as free. If that fails, the next start watches the counter."""
-        # Should the other thread hang in a filesystem that does not answer, the program must end all the same.
+        # The program must be able to end even if the other thread hangs in a filesystem that does not answer.
         if self._writing.acquire(timeout=1.0):
             self._released = True
             with contextlib.suppress(OSError):
@@ -108,15 +108,16 @@ class Lock:
             self._writing.release()
 
     def taken_by(self) -> Holder | None:
-        """Who has taken the root over; None if nobody has."""
+        """Who has taken over the root; None if nobody has."""
         number = newest(self.root)
         return None if number in (None, self.number) else _read(self.root, number, self.owner)
 
     def check(self) -> None:
-        """Raise a CheckpointError if another job has taken the root over. A lock that a user has deleted is made
-        again, if nobody has another."""
+        """Raise a CheckpointError if another job has taken over the root. Recreates a lock that a user has deleted,
+        unless another job has taken it.
+        """
         with contextlib.suppress(OSError):
-            self.renew()  # an NFS client remembers what is gone, but asks its server before it opens
+            self.renew()  # an NFS client caches what is gone, but asks its server before it opens a file
         if self.drafts.is_dir() and newest(self.root) == self.number:
             return
         if newest(self.root) is None:
@@ -126,7 +127,7 @@ class Lock:
         raise self.lost()
 
     def lost(self) -> CheckpointError:
-        """The error of an owner that has lost the root."""
+        """The error for an owner that has lost the root."""
         return CheckpointError(
             "this job has lost its directory of checkpoints to another one, and nothing that it saves there counts",
             found=f"{self.root} is held by {self.taken_by() or 'nobody'}",
@@ -137,20 +138,20 @@ class Lock:
         )
 
 
-#: by real path: the roots of this process.
+#: real path -> a root of this process.
 _held: dict[Path, Lock] = {}
-#: ends the thread that raises the counters; None if there is no thread.
+#: ends the thread that increases the counters; None if there is no thread.
 _ending: threading.Event | None = None
 
 
 def take(root: str | os.PathLike[str]) -> Lock:
-    """Hold a root until `release` or the end of this process. On rank 0. Prints who was waited for or taken over from.
+    """Hold a root until `release` or the end of this process. On rank 0. Prints whom it waited for, or took over from.
 
-    If this process holds it already, only makes sure that it still does.
+    If this process already holds it, only checks that it still does.
 
     Raises:
-        CheckpointError: another job writes there, named; or has taken it over from this one; or the directory cannot
-            be written.
+        CheckpointError: another job writes there (names it), or has taken it over from this one; or the directory
+            cannot be written.
     """
     root = Path(os.path.abspath(root))
     if (lock := _lock_of(root)) is not None:
@@ -177,16 +178,16 @@ def release(root: str | os.PathLike[str]) -> None:
 
 
 def check_owned(root: Path) -> None:
-    """Raise a CheckpointError if this process held a root and has lost it. One that never held it may pass."""
+    """Raise a CheckpointError if this process held a root and has lost it. A process that never held it passes."""
     if (lock := _lock_of(root)) is not None:
         lock.check()
 
 
 def write_fenced(root: Path, path: Path, data: bytes, *, sync_dir: bool = True) -> None:
-    """`write_atomic` of a file that makes a checkpoint count: fails if this process has lost the root.
+    """`write_atomic` of a file that makes a checkpoint valid: fails if this process has lost the root.
 
     Raises:
-        CheckpointError: lost, with the new owner; or the disk refuses. The old content is still there.
+        CheckpointError: lost, with the new owner; or a write fails. The old content is preserved.
     """
     lock = _lock_of(root)
     try:
@@ -209,7 +210,8 @@ def write_tracker(root: Path, iteration: int) -> None:
 
 def write_step_file(path: Path, record: StepFile) -> None:
     """Write atomically, as the owner of the root (see `write_fenced`); durable with the manifest, which is written next
-    into the same directory. Raises CheckpointError."""
+    into the same directory. Raises CheckpointError.
+    """
     write_fenced(path.parent.parent, path, record.to_bytes(), sync_dir=False)
 
 
@@ -219,7 +221,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
 
 
 def holder_of(root: Path, *, ask_slurm: bool = False) -> Holder | None:
-    """Who holds a root, or did last; None if it was never held. Reads only, and waits for nothing but ``squeue``.
+    """Who holds a root, or last did; None if it was never held. Only reads, and only waits for ``squeue``.
 
     Raises:
         CheckpointError: the directory cannot be listed.
@@ -237,9 +239,9 @@ def _lock_of(root: Path) -> Lock | None:
 
 
 def say(words: str) -> None:
-    """Tell people, on rank 0."""
+    """Print a line for people, on rank 0."""
     # Printed, not logged: it says why a start waits, whatever the program does with its logging.
-    print(f"megaresume: {words}\n", end="", flush=True)  # in one piece: a thread says things, too
+    print(f"megaresume: {words}\n", end="", flush=True)  # in one piece, as threads print too
 
 
 def _read(root: Path, number: int, me: Owner, *, ask_slurm: bool = False) -> Holder:
@@ -253,10 +255,10 @@ def _read(root: Path, number: int, me: Owner, *, ask_slurm: bool = False) -> Hol
 
 
 def _is_over(root: Path, number: int, me: Owner) -> bool:
-    """Wait until it is clear what has become of an owner.
+    """Wait until it is clear whether an owner has ended.
 
     Returns:
-        True: it is over. False: the root has another one by now.
+        True: it has ended. False: the root has another owner by now.
 
     Raises:
         CheckpointError: it is alive.
@@ -265,7 +267,7 @@ def _is_over(root: Path, number: int, me: Owner) -> bool:
     began, first, told = time.monotonic(), read_alive(directory), False
     holder = _read(root, number, me, ask_slurm=True)
     while holder.status == "held":
-        now = read_alive(directory)  # before who is newest: a directory that was taken over is removed
+        now = read_alive(directory)  # read before the newest number: a directory that was taken over is removed
         if newest(root) != number:
             return False
         if now not in (first, RELEASED):
@@ -316,7 +318,7 @@ def _run(ending: threading.Event) -> None:
     told: set[str] = set()
     while not ending.wait(RENEW_SECONDS):
         for lock in list(_held.values()):
-            # Full, or not answering: the next save says so, and the next time may be better.
+            # If full, or not answering, the next save reports it, and the next time may succeed.
             with contextlib.suppress(OSError, CheckpointError):
                 _renew(lock, told)
 
@@ -331,7 +333,7 @@ def _renew(lock: Lock, told: set[str]) -> None:
 
 
 def _at_exit() -> None:
-    """Registered when this module is imported, and so run after those who commit at the end of the program."""
+    """Registered when this module is imported, and so called after functions that commit at the end of the program."""
     for root in list(_held):
         release(root)
     if _ending is not None:
@@ -339,7 +341,7 @@ def _at_exit() -> None:
 
 
 def _in_child() -> None:
-    """Behind a fork: the thread did not come along, and what the parent holds is not the child's."""
+    """After a fork: the thread does not exist in the child, and the parent's locks are not the child's."""
     global _ending
     _held.clear()
     _ending = None
@@ -350,17 +352,17 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def claim_directory(directory: str | os.PathLike[str], *, action: str | None = None) -> None:
-    """Take the lock on rank 0, and see that all ranks see it there. Collective; before anything is loaded.
+    """Take the lock on rank 0, and check that all ranks see it. Collective; before anything is loaded.
 
     Args:
         directory: the checkpoint root.
-        action: what to do if it is not shared; None: mount it.
+        action: what the user should do if it is not shared; None: mount it.
 
     Raises, on every rank:
         CheckpointError: another job writes there, or rank 0 cannot.
         SetupError: a node does not see it.
     """
-    # In this order: what another start clears away must not be the file that this one's ranks look for.
+    # In this order, so that no other start deletes the file that this one's ranks look for.
     hold_directory(directory)
     try:
         check_shared(directory, action=action)

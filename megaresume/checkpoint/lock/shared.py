@@ -1,11 +1,11 @@
-"""Do all ranks see one directory? Asked before the first step, also if there is no checkpoint to compare yet:
+"""Do all ranks see one directory? Checked before the first step, even if there is no checkpoint to compare yet:
 
-    rank 0   makes a file in <save>/megaresume that no one has seen
-    all      look for it under their own path, for a while: caches of shared filesystems lag behind
+    rank 0   creates a new file in <save>/megaresume
+    all      look for it under their own path, for a while: caches of shared filesystems lag
     all      learn who does not see it
 
-With a disk in each node every node would save its own part of each checkpoint to its own disk, and none would be
-whole.
+With a disk in each node, every node would save its own part of each checkpoint to its own disk, and none would be
+complete.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from megaresume.checkpoint.system import is_shared, mount_of
 from megaresume.files import leftover_name, make_dir, write_error
 from megaresume.stream.errors import SetupError
 
-#: how long a rank looks for the file of rank 0. NFS remembers for 30 s at most that a name was not there.
+#: how long a rank looks for rank 0's file. NFS caches for at most 30 s that a name does not exist.
 SEEN_WITHIN_SECONDS = 30.0
 _POLL_SECONDS = 0.2
-#: hosts that an error names.
+#: most hosts named in an error.
 _MOST_HOSTS = 20
 
-#: what one rank found: its host, the path, and, if it does not see the file, what is mounted there.
+#: the result of one rank: its host, the path, and, if it does not see the file, what is mounted there.
 _Seen = tuple[str, str, str | None]
 
 
 def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> None:
-    """Make sure that a directory which rank 0 writes to is the same on every rank. Collective.
+    """Check that a directory in which rank 0 writes is the same on every rank. Collective.
 
     Args:
-        directory: as this rank names it; rank 0 creates it if need be.
-        action: what to do otherwise; None: mount it.
+        directory: this rank's path; rank 0 creates it if necessary.
+        action: what the user should do if it is not; None: mount it.
 
     Raises, on every rank:
-        SetupError: naming every host that does not see what rank 0 has written.
+        SetupError: names every host that does not see rank 0's file.
         CheckpointError: rank 0 cannot write there.
     """
     if world_size() == 1:
@@ -67,10 +67,10 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> No
 
 
 def _seen(directory: Path, wanted: Collection[str], seconds: float) -> set[str]:
-    """Those of the wanted names that are seen in a directory: as soon as all are, or after so many seconds."""
+    """Those of the wanted names that are seen in a directory: as soon as all are, or after this many seconds."""
     deadline = time.monotonic() + seconds
     for _ in pauses(_POLL_SECONDS, _POLL_SECONDS):
-        # Listing a directory makes an NFS client ask its server again; asking for a name may be answered from memory.
+        # Listing a directory makes an NFS client ask its server; looking for a name may be answered from its cache.
         there = set(_names(directory))
         seen = {name for name in wanted if name in there or (directory / name).exists()}
         if len(seen) == len(wanted) or time.monotonic() >= deadline:
@@ -79,12 +79,12 @@ def _seen(directory: Path, wanted: Collection[str], seconds: float) -> set[str]:
 
 
 def seen_within(directory: Path, names: list[str | None]) -> set[int]:
-    """Which ranks' files are seen in a directory: at once if no other machine can see it, else within the time that
-    `check_shared` allows.
+    """Which ranks' files are seen in a directory: at once if no other machine can see it, otherwise within the time
+    that `check_shared` allows.
 
     Args:
         directory: on this machine.
-        names: of a file that each rank has made in the directory of this name that it sees; None: it has made none.
+        names: for each rank, the name of a file that it created in the directory it sees; None: it created none.
     """
     kind = _kind(directory)
     seconds = SEEN_WITHIN_SECONDS if kind == "unknown" or is_shared(kind) else 0.0

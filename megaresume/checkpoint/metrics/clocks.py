@@ -1,4 +1,4 @@
-"""`Clocks`: the seconds that a process of a run waits for data, and in saves. About 0.3 us for each micro-batch."""
+"""`Clocks`: the seconds that a process waits for data, and in saves. Costs about 0.3 us per micro-batch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class Clocks:
     """Counts from the start of the process. One thread writes, any thread reads."""
 
     def __init__(self) -> None:
-        #: seconds in which the training had to wait for a micro-batch.
+        #: seconds for which the training had to wait for micro-batches.
         self.waited = 0.0
-        #: of them, the longest wait since `take_longest`.
+        #: the longest of these waits since `take_longest`.
         self.longest = 0.0
-        #: seconds in which it stood still for saves.
+        #: seconds for which it stood still for saves.
         self.saving = 0.0
 
     def wait(self, read: Callable[..., T], *arguments: Any) -> T:
-        """What ``read(*arguments)`` gives, which is the next micro-batch."""
+        """Return ``read(*arguments)``, the next micro-batch, and count the time."""
         begin = time.perf_counter()
         try:
             return read(*arguments)
@@ -34,7 +34,7 @@ class Clocks:
 
     @contextmanager
     def save(self) -> Iterator[None]:
-        """Around a save, as far as the training stands still for it."""
+        """Count a save, as far as the training stands still for it."""
         begin = time.perf_counter()
         try:
             yield
@@ -42,6 +42,6 @@ class Clocks:
             self.saving += time.perf_counter() - begin
 
     def take_longest(self) -> float:
-        """The longest wait since this was asked last, in seconds."""
+        """The longest wait since the last call, in seconds."""
         longest, self.longest = self.longest, 0.0
         return longest

@@ -1,7 +1,8 @@
 """The figures of a run: their names, units and meanings, in one table; and `Reading`: all of them at one sample.
 
 Names and units follow OpenTelemetry's conventions (opentelemetry.io/docs/specs/semconv/general/metrics): lower case,
-dots between parts, no unit in a name; units of UCUM, what is counted in braces. docs/metrics.md is made from `FIGURES`.
+dots between parts, no unit in a name; UCUM units, with counted things in braces. docs/metrics.md is made from
+`FIGURES`.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-#: attributes: of which source, or of which cause, a figure is.
+#: attributes: whether a figure is given by source or by cause.
 Attribute = Literal["", "source", "cause"]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One of the table."""
+    """One figure of the table."""
 
     name: str
-    #: of UCUM.
+    #: in UCUM.
     unit: str
-    #: counter: only grows; the next process continues it or begins at 0. gauge: all else. Steps, samples, counts by
-    #: source and badput are gauges: a start after a kill takes them back to its checkpoint, and Prometheus takes a
-    #: counter that falls for one that began at 0 again: ``rate()`` would add all of it once more.
+    #: counter: only grows; the next process continues it or begins at 0. gauge: anything else. Steps, samples, counts
+    #: by source and badput are gauges: a start after a kill resets them to its checkpoint, and Prometheus takes a
+    #: falling counter for one that restarted at 0: ``rate()`` would add all of it again.
     kind: Literal["counter", "gauge"]
     #: one sentence.
     help: str
@@ -82,30 +83,30 @@ FIGURES = (
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 
-#: a number, or one for each source or cause.
+#: a number, or one per source or cause.
 Value = float | Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the figures are at one sample; those that are not known are left out."""
+    """The figures at one sample; unknown ones are left out."""
 
     #: seconds since 1970.
     time: float
     step: int
     samples: int
-    #: by name: see `FIGURES`.
+    #: name -> value: see `FIGURES`.
     figures: Mapping[str, Value] = field(default_factory=dict)
 
     def each(self) -> Iterator[tuple[Figure, str, float]]:
-        """Every number, with the source or cause that it is of; "" if it is of none."""
+        """Every number, with its source or cause; "" without one."""
         for name, value in self.figures.items():
             numbers = value if isinstance(value, Mapping) else {"": value}
             for label, number in numbers.items():
                 yield BY_NAME[name], label, number
 
     def flat(self) -> dict[str, float]:
-        """Every number by one name, as loggers take it: ``megaresume/source/tokens/web``."""
+        """Every number by a flat name, as loggers expect it: ``megaresume/source/tokens/web``."""
         return {
             figure.name.replace(".", "/") + (f"/{label}" if label else ""): number
             for figure, label, number in self.each()

@@ -1,20 +1,20 @@
-"""Goodput: which part of the time of a run made steps that were kept; and where the rest went.
+"""Goodput: the share of a run's time that produced steps which were kept; and how the rest was spent.
 
     born ... start ........... save ........... last        born ... start ...
       start-up       data, saving, steps   steps that are lost   waiting   start-up
 
 Every second since the first process was started is of one kind:
 
-    startup    from the start of a process to its first step: imports, the load, what is compiled before
-    data       waiting for a micro-batch      } of steps
+    startup    from the start of a process to its first step: imports, the load, compilation before it
+    data       waiting for a micro-batch      } in steps
     saving     standing still for a save      } that were kept
     lost       everything after the checkpoint that the next start resumed from
     waiting    from the end of one process to the start of the next: the queue, a node, a launcher
     goodput    the rest
 
-Of a run that was measured (`megaresume.checkpoint.metrics`) the seconds are those of rank 0. Of one that was not, the
-ledger tells starts and saves alone: it does not know who waited for data, nor when a process died, unless its position
-was noted (`position`).
+If a run was measured (`megaresume.checkpoint.metrics`), the seconds are those of rank 0. Otherwise the ledger only has
+starts and saves: it does not show waiting for data, nor when a process died, unless its position was recorded
+(`position`).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ CAUSES = ("startup", "data", "saving", "lost", "waiting")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Goodput:
-    """What became of the time of a run."""
+    """How the time of a run was spent."""
 
-    #: since the start of its first process.
+    #: since its first process started.
     seconds: float
     #: seconds by cause: see above.
     badput: dict[str, float]
     starts: int
-    #: samples that were trained again.
+    #: samples trained again.
     repeated: int
 
     @property
     def goodput(self) -> float:
-        """From 0 to 1."""
+        """The share of goodput, from 0 to 1."""
         return max(1 - sum(self.badput.values()) / self.seconds, 0.0) if self.seconds > 0 else 0.0
 
 
@@ -59,16 +59,16 @@ class _Span:
     saving: float
     first: int
     last: int
-    #: whether the process died at its end.
+    #: whether the process died at the end of it.
     is_last: bool
     is_lost: bool = False
 
 
 def goodput_of(marks: Sequence[Mark]) -> Goodput:
-    """What became of the time up to the last mark.
+    """How the time up to the last mark was spent.
 
     Args:
-        marks: of a run, in their order.
+        marks: of a run, in order.
     """
     spent = dict.fromkeys(CAUSES, 0.0)
     spans: list[_Span] = []
@@ -76,7 +76,7 @@ def goodput_of(marks: Sequence[Mark]) -> Goodput:
     starts = repeated = attempt = 0
     for mark in marks:
         if mark.event == "start":
-            # After a load in the middle of a process it begins again, and is no other start of the run.
+            # A load in the middle of a process begins again, but is not another start of the run.
             starts += not mark.attempt or mark.attempt != attempt
             attempt = mark.attempt
             born = mark.born or mark.time
@@ -108,7 +108,7 @@ def goodput_of(marks: Sequence[Mark]) -> Goodput:
 
 
 def _given_up(spans: list[_Span], step: int) -> list[_Span]:
-    """The spans, with those marked as lost that came after a step, which a start goes back to."""
+    """The spans, with those after the step that a start went back to marked as lost."""
     found: list[_Span] = []
     for span in spans:
         if span.is_lost or span.last < step or (span.last == step and not (span.is_last and span.first == step)):
@@ -125,7 +125,7 @@ def _given_up(spans: list[_Span], step: int) -> list[_Span]:
 
 
 def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
-    """The marks of a run that nobody measured."""
+    """The marks of a run that was not measured."""
     marks: list[Mark] = []
     saving, attempt = 0.0, 0
     for entry in entries:
@@ -159,13 +159,13 @@ def _number(value: object) -> float:
 
 
 def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position: Position | None = None) -> list[Mark]:
-    """The marks of a run: as they were measured; of starts that nobody measured, as the ledger tells; at their end how
-    far it has come.
+    """The marks of a run: measured ones; for starts that were not measured, those in the ledger; finally the last
+    recorded position.
 
     Args:
         measured: see `megaresume.checkpoint.metrics.record.marks_of`.
         entries: of the ledger.
-        position: as it was noted last; None: it was not.
+        position: the last one recorded; None: there is none.
     """
     starts = [entry for entry in entries if entry.kind == "start"]
     idle = {attempt for attempt, entry in enumerate(starts, 1) if entry.details.get(NOTHING_TO_TRAIN)}
@@ -181,7 +181,7 @@ def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position
 
 
 def has_gaps(measured: Sequence[Mark]) -> bool:
-    """Whether the run had starts that nobody measured, before the last one."""
+    """Whether any start before the last was not measured."""
     return bool(measured) and len(_by_attempt(measured)) < max(mark.attempt for mark in measured)
 
 

@@ -1,7 +1,7 @@
-"""`Looker`: what the thread of a meter does: it counts, writes the record of the run, and makes the readings.
+"""`Looker`: the work of a meter's thread: it counts, writes the record of the run, and makes the readings.
 
-It reads one number of the training, its samples; the step is what its schedule makes of them. `Shared` is all that both
-threads use.
+It reads one number from the training, its samples; the step follows from its schedule. `Shared` is everything that
+both threads use.
 """
 
 from __future__ import annotations
@@ -47,44 +47,44 @@ SETTLED = 0.002
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watched:
-    """What a meter knows of its run, as training begins."""
+    """What a meter knows about its run when training begins."""
 
-    #: what is trained; None if it is no stream: there are no figures by source then.
+    #: the data being trained on; None if it is not a stream: then there are no figures by source.
     stream: Stream | None
-    #: how many samples are trained, now; and optimizer steps.
+    #: return the current number of samples trained, and of optimizer steps.
     samples: Callable[[], int]
     step: Callable[[], int]
-    #: the samples of this process that were handed out last; None: not known.
+    #: returns the samples of this process that were handed out last; None: unknown.
     numbers: Callable[[], Sequence[int]] | None
-    #: where it saves; None if nowhere.
+    #: where it saves; None: nowhere.
     root: Path | None
-    #: of the run: 16 hex digits, the same after a resume.
+    #: id of the run: 16 hex digits, the same after a resume.
     run: str
-    #: starts of the run, this one included; when this process was started, in seconds since 1970.
+    #: number of starts of the run, including this one; when this process was started, in seconds since 1970.
     attempt: int
     born: float
-    #: figures of checkpoints, and of the time since the run's first start, from its marks. On rank 0.
+    #: returns figures of checkpoints, and of the time since the run's first start, from its marks. On rank 0.
     of_run: Callable[[Sequence[Mark]], Mapping[str, Value]] = lambda marks: {}
 
 
 @dataclass(slots=True)
 class Shared:
-    """What the thread that trains (`Meter`) and the thread that measures (`Looker`) both use."""
+    """What the training thread (`Meter`) and the measuring thread (`Looker`) both use."""
 
     options: MeterOptions
-    #: written by the training.
+    #: written by the training thread.
     clocks: Clocks
-    #: of this process in the job; rank 0 feeds the sinks.
+    #: rank of this process in the job; rank 0 feeds the sinks.
     rank: int
-    #: (step, samples) at which training began; written by the training, before the other thread starts.
+    #: (step, samples) at which training began; written by the training thread before the other one starts.
     first: tuple[int, int] = (0, 0)
-    #: losses: the training adds, the other thread takes. None until there are any.
+    #: losses: the training thread adds, the other one takes. None until there are any.
     sums: SegmentSums | None = None
     #: losses and gradient norms of steps: likewise.
     steps: StepNumbers = field(default_factory=StepNumbers)
-    #: the newest reading; written by the thread that measures.
+    #: the newest reading; written by the measuring thread.
     latest: Reading | None = None
-    #: the same, until the loggers of the trainer have it: the training takes it.
+    #: the newest reading, until the trainer's loggers have it: taken by the training thread.
     pending: Reading | None = None
 
     def mark(self, event: str, step: int, samples: int) -> Mark:
@@ -100,7 +100,7 @@ class Shared:
 
 
 class Looker:
-    """What the thread of a meter does.
+    """The work of a meter's thread.
 
     Args:
         shared: with the meter.
@@ -118,7 +118,7 @@ class Looker:
         self._own: Lines | None = None
         self._tails: Tails | None = None
         self._marks: list[Mark] = []
-        #: of a file of the run; raised once the sinks have their reading.
+        #: an error of a file of the run; raised once the sinks have their reading.
         self._error: OSError | None = None
         self._sources: SourceFigures | None = None
         self._averages: Averages | None = None
@@ -128,7 +128,7 @@ class Looker:
         self._is_open = False
 
     def _open(self) -> None:
-        """What needs files and the stream: in the thread, as it may take a while."""
+        """Open files and the stream: in the thread, as it may take a while."""
         if self._is_open:
             return
         self._is_open = True
@@ -147,13 +147,13 @@ class Looker:
             self._outlets += [
                 outlet_of(word, where, directory, watched.run)
                 for word, where in self._options.sinks
-                if (word, where) != ("jsonl", "")  # that is `_figures`
+                if (word, where) != ("jsonl", "")  # already written by `_figures`
             ]
         if directory is not None:
             self._own = Lines(rank_path(directory, self._rank), keep=MAX_LINES)
 
     def position(self) -> tuple[int, int]:
-        """(step, samples) that are trained."""
+        """(step, samples) trained."""
         step, samples = self._settled()
         watched = self._watched
         if watched.stream is not None and watched.stream.schedule is not None:
@@ -167,10 +167,10 @@ class Looker:
         return self._step, self._samples
 
     def _settled(self) -> tuple[int, int]:
-        """(step, samples) between two updates of the training.
+        """(step, samples) between two updates by the training.
 
-        It counts in another thread, without a lock, and perhaps in two parts: read in between, the samples may be too
-        many. Their number never falls, so one that has not fallen after `SETTLED` seconds was complete.
+        It counts in another thread, without a lock, and maybe in two parts: read in between, the number of samples may
+        be too high. The true number never falls, so one that has not fallen after `SETTLED` seconds was right.
         """
         while True:
             samples, step = self._watched.samples(), self._watched.step()
@@ -179,7 +179,7 @@ class Looker:
                 return step, samples
 
     def note(self, mark: Mark) -> None:
-        """Write a mark down, with what was counted by then. Raises OSError; the next one tries to write both."""
+        """Write a mark, with the counts so far. Raises OSError; then the next call tries to write both."""
         self._open()
         if mark.event in EVENTS:
             self._marks.append(mark)
@@ -193,7 +193,7 @@ class Looker:
             self._record.note(mark, more)
 
     def pulse(self) -> None:
-        """Say how far it is."""
+        """Write the current position to the pulse."""
         if self._rank == 0 and self._record is not None:
             self._record.pulse(self._shared.mark("now", *self.position()))
 
@@ -201,7 +201,7 @@ class Looker:
         """Make a reading, and give it to the sinks.
 
         Raises:
-            OSError: it could not be written into the run's directory; the next one tries again. The sinks have it.
+            OSError: it could not be written to the run's directory; the next call tries again. The sinks have it.
         """
         self._open()
         self._error = None
@@ -234,7 +234,7 @@ class Looker:
         self._give(Reading(time=now.time, step=step, samples=samples, figures=figures))
 
     def _write_own(self, step: int, is_last: bool) -> dict[str, Any]:
-        """The waits, requests to stores, steps and losses of this process, also into its file."""
+        """The waits, store requests, steps and losses of this process; also written to its file."""
         sums = self._shared.sums
         done = [] if sums is None else sums.take(wait=is_last)
         line: dict[str, Any] = {"time": time.time(), "step": step, "waited": round(self._clocks.waited, 6)}
@@ -258,7 +258,7 @@ class Looker:
             self._error = error
 
     def _with_digest(self, made: Made) -> Made:
-        """With the digest of what it and all steps before it have trained. On rank 0, of a stream."""
+        """Add the digest of all samples up to and with this step. On rank 0, for a stream."""
         stream = self._watched.stream
         if self._rank or stream is None or not made.samples:
             return made
@@ -275,7 +275,7 @@ class Looker:
         return {name: [total, tokens] for name, (total, tokens) in documents.by_source().items()}
 
     def _of_all(self, lines: Iterable[tuple[str, Mapping[str, Any]]], steps: int) -> dict[str, Value]:
-        """What the processes of the run have written down since the last reading."""
+        """Figures from what the run's processes have recorded since the last reading."""
         found: dict[str, Value] = {}
         sums: dict[str, list[float]] = {}
         for name, line in lines:
@@ -308,7 +308,7 @@ class Looker:
             outlet.write(reading)
 
     def close(self) -> None:
-        """No more readings."""
+        """Close the sinks and files."""
         close_all(self._outlets)
         for file in (self._record, self._figures, self._own):
             if file is not None:

@@ -1,8 +1,8 @@
-"""Losses by segment: sums on the device that trains, and by source and by document in a thread.
+"""Losses by segment: sums on the training device, then by source and by document in a thread.
 
-    token_loss [m, S] --index_add_--> sums of the segments of the micro-batch --copy, not waited for--> thread
+    token_loss [m, S] --index_add_--> sums of the segments of the micro-batch --asynchronous copy--> thread
 
-The device is never waited for: what it has not done when the thread looks is looked at again later.
+Nothing waits for the device: what it has not finished when the thread looks is looked at again later.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 #: micro-batches that wait for the thread; older ones are dropped.
 MAX_WAITING = 1 << 14
-#: steps over which a moving average forgets about two thirds.
+#: steps after which a moving average has forgotten about two thirds.
 STEPS = 100
 
 
 def segments_of(stream: Stream, samples: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """The segments of samples: which of the samples each is of, and its row of the plan: int64[s], int64[s, 5]."""
+    """The segments of samples: the index of its sample for each, and its row of the plan: int64[s], int64[s, 5]."""
     tables = [stream.plan(sample, sample + 1).table for sample in samples.tolist()]
     return np.repeat(np.arange(len(tables)), [len(table) for table in tables]), np.concatenate(tables)
 
@@ -40,12 +40,12 @@ def segments_of(stream: Stream, samples: Int64Array) -> tuple[Int64Array, Int64A
 class _Waiting:
     samples: Int64Array
     segments: Int64Array
-    #: float64[s + 1, 2] on the CPU: sums and tokens; the first row is of padding.
+    #: float64[s + 1, 2] on the CPU: sums and tokens; the first row is for padding.
     sums: Copy
 
 
 class SegmentSums:
-    """What ``meter.losses`` adds up, in one process.
+    """What ``meter.losses`` has added up, in one process.
 
     Args:
         stream: of the training.
@@ -57,15 +57,15 @@ class SegmentSums:
         self._has_dropped = False
 
     def add(self, samples: Sequence[int], losses: torch.Tensor, counts: torch.Tensor | None) -> None:
-        """Add a micro-batch. No synchronisation with the device.
+        """Add a micro-batch, without synchronising with the device.
 
         Args:
-            samples: m numbers of samples in the stream.
-            losses: float[m, S], any device: the loss of the label of each token. Or [1, m * S], one after the other.
-            counts: float or bool[m, S]: which of them count; None: those that are not 0.
+            samples: m sample numbers in the stream.
+            losses: float[m, S], any device: the loss of each token's label. Or [1, m * S], one sample after the other.
+            counts: float or bool[m, S]: which of them are trained; None: those that are not 0.
 
         Raises:
-            UsageError: another shape.
+            UsageError: any other shape.
         """
         numbers = np.asarray(samples, np.int64)
         rows, table = segments_of(self._stream, numbers)
@@ -89,10 +89,10 @@ class SegmentSums:
         self._waiting.append(_Waiting(numbers, np.bincount(rows, minlength=len(numbers)), copy))
 
     def _places(self, samples: Int64Array, rows: Int64Array, table: Int64Array, shape: tuple[int, ...]) -> Int64Array:
-        """The segment of every token, counted from 1; 0 of padding: int64[m * S]."""
+        """The segment of every token, counted from 1; 0 for padding: int64[m * S]."""
         length, align = self._stream.shape_at(int(samples[0]))
         size = int(np.prod(shape))
-        if length == 1 and shape[0] == len(samples):  # items, each in a row
+        if length == 1 and shape[0] == len(samples):  # items, one per row
             return np.repeat(np.arange(1, len(samples) + 1), size // len(samples))
         if size == table[:, LENGTH].sum():  # without padding
             return np.repeat(np.arange(1, len(table) + 1), table[:, LENGTH])
@@ -114,7 +114,7 @@ class SegmentSums:
         return ids.reshape(-1)
 
     def take(self, *, wait: bool = False) -> list[SegmentLosses]:
-        """Those whose sums have come from the device, in their order; ``wait``: for the device, so that all are."""
+        """Those whose sums have arrived from the device, in order; with ``wait``, all of them."""
         done: list[SegmentLosses] = []
         while self._waiting:
             if wait:
@@ -128,7 +128,7 @@ class SegmentSums:
 
 
 def _to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor there, without waiting for a GPU: from memory that is not page-locked a copy would."""
+    """Copy a tensor to a device without waiting for a GPU, as a copy from memory that is not page-locked would."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -141,12 +141,12 @@ class Averages:
         self._sums: dict[str, list[float]] = {}
 
     def add(self, by_source: Mapping[str, Sequence[float]], steps: float) -> None:
-        """Add (sum, tokens) of each source, of so many steps."""
+        """Add (sum, tokens) of each source, over this many steps."""
         keep = (1 - 1 / STEPS) ** max(steps, 0.0)
         for name, (total, tokens) in by_source.items():
             both = self._sums.setdefault(name, [0.0, 0.0])
             both[0], both[1] = both[0] * keep + total, both[1] * keep + tokens
 
     def __iter__(self) -> Iterator[tuple[str, float]]:
-        """(source, loss by token)."""
+        """(source, loss per token)."""
         return ((name, total / tokens) for name, (total, tokens) in self._sums.items() if tokens)

@@ -1,11 +1,11 @@
-"""`Meter`: the figures of one process, measured in a thread of its own, which is `Looker`'s.
+"""`Meter`: the figures of one process, measured in a separate thread, by `Looker`.
 
     Session       began, saved, ended             -> a mark, written at once
-    every second  how far is it?                  -> the pulse
-    every 10 s    how many samples are trained?   -> a `Reading`, on rank 0 -> the sinks
-                  the losses and waits of this process -> its file, which rank 0 reads
+    every second  the current position            -> the pulse
+    every 10 s    the number of samples trained   -> a `Reading`, on rank 0 -> the sinks
+                  losses and waits of the process -> its file, which rank 0 reads
 
-Nothing that fails here reaches the training.
+Errors here never reach the training.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-#: seconds between two pulses; that the end of a run waits for all.
+#: seconds between two pulses; most seconds that the end of a run waits for everything.
 PULSE, JOIN_SECONDS = 1.0, 5.0
 
 
 class Meter:
-    """See above.
+    """Receives figures from the training, and starts the thread.
 
     Args:
-        options: which sinks, and how often.
+        options: the sinks, and the interval.
         clocks: of this process.
         rank: of this process in the job; rank 0 feeds the sinks.
 
     Raises:
         SetupError: the package of a sink is missing.
-        UsageError: a sink with a value that it cannot use.
+        UsageError: a sink with an invalid value.
     """
 
     def __init__(self, options: MeterOptions, clocks: Clocks, rank: int) -> None:
@@ -49,7 +49,7 @@ class Meter:
             for word, where in options.sinks:
                 check(word, where)
         self._shared = Shared(options, clocks, rank)
-        #: what hosts tell of each step: see `StepNumbers`.
+        #: what hosts report for each step: see `StepNumbers`.
         self.steps = self._shared.steps
         self._watched: Watched | None = None
         self._events: list[Mark] = []
@@ -65,13 +65,13 @@ class Meter:
 
     @property
     def pending(self) -> Reading | None:
-        """The newest reading, if the loggers of the trainer do not have it yet."""
+        """The newest reading, if the trainer's loggers do not have it yet."""
         return self._shared.pending
 
     # Called by the training
 
     def begin(self, watched: Watched) -> None:
-        """Training begins, or begins again after a load in one process."""
+        """Note that training begins, or begins again after a load in the same process."""
         if self._watched is not None:
             self.close()
         self._watched, self._closing = watched, False
@@ -82,17 +82,17 @@ class Meter:
         self._events = [mark]
 
     def start(self) -> None:
-        """Begin to look; the processes that read data are started by now: a fork is safest if there is one thread."""
+        """Start the thread; by now the processes that read data exist: a fork is safest with a single thread."""
         if self._thread is None and self._watched is not None:
             self._thread = threading.Thread(target=self._run, name="megaresume-meter", daemon=True)
             self._thread.start()
 
     def saves(self, step: int, samples: int) -> None:
-        """A save begins: what is counted by source goes into the record before the checkpoint is complete."""
+        """Note that a save begins: counts by source are recorded before the checkpoint is complete."""
         self._note("counts", step, samples)
 
     def saved(self, step: int, samples: int) -> None:
-        """The training continues after a save."""
+        """Note that the training continues after a save."""
         self._note("save", step, samples)
 
     def _note(self, event: str, step: int, samples: int) -> None:
@@ -107,14 +107,15 @@ class Meter:
         """Take the losses of a micro-batch, for figures by source and by document. Does not wait for the device.
 
         Args:
-            batch: as it was handed out: its ``samples`` say which documents it has, else it must be the last one; or
-                their numbers.
-            token_loss: float[m, S], any device: the loss of each label, without reduction. Or [1, tokens], of samples
+            batch: as handed out: its ``samples`` identify its documents; without them, it must be the last one; or
+                sample numbers.
+            token_loss: float[m, S], any device: the loss of each label, without reduction. Or [1, tokens], for samples
                 one after the other.
-            mask: bool or float[m, S]: which of them count; None: ``loss_mask`` of the batch, or what is not 0.
+            mask: bool or float[m, S]: which of them are trained; None: ``loss_mask`` of the batch, or losses that are
+                not 0.
 
         Raises:
-            UsageError: a batch that does not say its samples, or losses of another shape.
+            UsageError: a batch without sample numbers, or losses of another shape.
         """
         watched = self._watched
         if watched is None or watched.stream is None:
@@ -141,7 +142,7 @@ class Meter:
         sums.add([int(sample) for sample in samples], token_loss, mask)
 
     def give(self, write: Callable[[Mapping[str, float], int], Any]) -> None:
-        """Pass a new reading to the loggers of the trainer, in its own thread; nothing if they have the newest.
+        """Pass a new reading to the trainer's loggers, in its own thread; does nothing if they have the newest.
 
         Args:
             write: called with numbers by name, and the step.
@@ -155,7 +156,7 @@ class Meter:
             self._say("trainer", error)
 
     def close(self) -> None:
-        """The run ends: a last reading, for a limited time."""
+        """Make a last reading at the end of the run, in limited time."""
         if self._watched is None:
             return
         self.start()

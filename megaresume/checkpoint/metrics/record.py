@@ -1,11 +1,11 @@
-"""What the processes of a run record of it, in its directory; `megaresume top` and the next start read it.
+"""The files in which a run's processes record figures; read by `megaresume top` and the next start.
 
-    <save>/megaresume/meter/run.jsonl          rank 0: a line for each start, save and end
-    <save>/megaresume/meter/pulse.json         rank 0, in place, once a second: how far it is, for a start after a kill
-    <save>/megaresume/meter/figures.jsonl      rank 0: a line for each reading
+    <save>/megaresume/meter/run.jsonl          rank 0: one line per start, save and end
+    <save>/megaresume/meter/pulse.json         rank 0, in place, once a second: position, for a start after a kill
+    <save>/megaresume/meter/figures.jsonl      rank 0: one line per reading
     <save>/megaresume/meter/rank_00003.jsonl   each process: its waits, and the losses of its segments
 
-Lines are JSON. Nobody forces them to the disk: what a power cut takes is missing, and is passed over.
+Lines are JSON. They are not forced to the disk: lines lost in a power cut are missing, and torn ones are skipped.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 from megaresume.files import is_torn, read_file, write_all
 
-#: bytes of the pulse, padded: it is written in place, by one call.
+#: size of the pulse in bytes, padded: it is written in place, by one call.
 _PULSE = 512
 
 
 def meter_dir(root: Path) -> Path:
-    """Where the files are.
+    """The directory of these files.
 
     Args:
         root: the checkpoint root.
@@ -35,9 +35,9 @@ def meter_dir(root: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """Where a process of rank 0 stood at a time. All seconds but ``time`` and ``born`` are of this process."""
+    """The position of a rank 0 process at a time. All seconds except ``time`` and ``born`` count for this process."""
 
-    #: of `EVENTS`. counts: a save begins, and the line says what was counted; a mark of nothing else.
+    #: one of `EVENTS`. counts: a save begins, and the line only has the counts so far.
     event: str
     #: seconds since 1970.
     time: float
@@ -46,9 +46,9 @@ class Mark:
     #: see `Clocks`.
     waited: float = 0.0
     saving: float = 0.0
-    #: when the process was started, in seconds since 1970. Of a start.
+    #: for a start: when the process was started, in seconds since 1970.
     born: float = 0.0
-    #: starts of the run, this one included. Of a start.
+    #: for a start: the number of starts of the run, including this one.
     attempt: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,18 +57,18 @@ class Mark:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Mark:
-        """Raises KeyError, TypeError or ValueError for a line that is none."""
+        """Read a mark. Raises KeyError, TypeError or ValueError if the line is not one."""
         kinds = {"event": str, "step": int, "samples": int, "attempt": int}
         return cls(**{name: kinds.get(name, float)(line[name]) for name in cls.__slots__ if name in line})
 
 
 _ALWAYS = ("event", "time", "step", "samples")
-#: start: training begins. save: the training continues after a save of ``step``. last: a process that was killed had
-#: come to here, as the next one writes. end: it ended by itself. now: it runs.
+#: start: training begins. save: training continues after a save of ``step``. last: how far a killed process had come,
+#: written by the next one. end: it ended by itself. now: it runs.
 EVENTS = ("start", "save", "last", "end", "now")
 
 
-#: lines that wait for a disk that is full; older ones are dropped.
+#: lines kept while the disk is full; older ones are dropped.
 MAX_LINES = 1 << 12
 
 
@@ -77,7 +77,7 @@ class Lines:
 
     Args:
         path: of the file.
-        keep: lines that could not be written, to be tried again with the next one.
+        keep: whether lines that could not be written are retried with the next one.
 
     Raises:
         OSError: it cannot be opened.
@@ -86,12 +86,12 @@ class Lines:
     def __init__(self, path: Path, *, keep: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        #: whether a kill, or a full disk, has cut the last line short.
+        #: whether the last line was truncated by a kill, or a full disk.
         self._is_torn = is_torn(self._file)
         self._waiting: deque[bytes] = deque(maxlen=keep)
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append one line, after those that wait. Raises OSError."""
+        """Append one line, after those that are waiting. Raises OSError."""
         waiting = [*self._waiting, json.dumps(line, separators=(",", ":")).encode() + b"\n"]
         try:
             while waiting:
@@ -104,7 +104,7 @@ class Lines:
             self._waiting.extend(waiting)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the file."""
         os.close(self._file)
 
 
@@ -120,32 +120,32 @@ class RunRecord:
 
     def __init__(self, directory: Path) -> None:
         self._lines = Lines(directory / "run.jsonl", keep=MAX_LINES)
-        #: the lines of the processes before this one.
+        #: the lines of earlier processes.
         self.before = read_lines(directory / "run.jsonl")
         marks, last = marks_of(self.before), read_pulse(directory)
-        # Without a later line: a kill after that line may have come before its pulse.
+        # Unless there is a later line: a kill right after writing it may have come before its pulse.
         if last is not None and last.event != "end" and not (marks and marks[-1].time >= last.time):
             self._lines.append(line := last.to_dict() | {"event": "last"})
             self.before.append(line)
         self._pulse = os.open(directory / "pulse.json", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def note(self, mark: Mark, more: Mapping[str, Any]) -> None:
-        """Append a line, and move the pulse. Raises OSError."""
+        """Append a line, and update the pulse. Raises OSError."""
         self._lines.append(mark.to_dict() | dict(more))
         self.pulse(mark)
 
     def pulse(self, mark: Mark) -> None:
-        """Say how far the process is. Raises OSError."""
+        """Write the current position of the process. Raises OSError."""
         os.pwrite(self._pulse, json.dumps(mark.to_dict()).encode().ljust(_PULSE - 1) + b"\n", 0)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the files."""
         self._lines.close()
         os.close(self._pulse)
 
 
 def read_pulse(directory: Path) -> Mark | None:
-    """How far the newest process had come; None if it is not known."""
+    """How far the newest process had come; None if unknown."""
     try:
         return Mark.from_dict(json.loads(read_file(directory / "pulse.json")))
     except (OSError, ValueError, KeyError, TypeError):
@@ -153,7 +153,7 @@ def read_pulse(directory: Path) -> Mark | None:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file, without those that a kill has cut short; none if it is not there."""
+    """The lines of a file, without truncated ones; empty if it does not exist."""
     try:
         data = read_file(path)
     except OSError:
@@ -162,7 +162,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The lines that can be read."""
+    """The readable lines."""
     for line in lines:
         try:
             found = json.loads(line)
@@ -173,7 +173,7 @@ def parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 def marks_of(lines: Iterable[Mapping[str, Any]], pulse: Mark | None = None) -> list[Mark]:
-    """The marks of a run, in their order; the pulse at the end, if it says more than the last line."""
+    """The marks of a run, in order; finally the pulse, if it is newer than the last line."""
     marks: list[Mark] = []
     for line in lines:
         try:
@@ -188,10 +188,10 @@ def marks_of(lines: Iterable[Mapping[str, Any]], pulse: Mark | None = None) -> l
 
 
 def counts_at(lines: Iterable[Mapping[str, Any]], samples: int) -> Mapping[str, Mapping[str, int]] | None:
-    """What was counted by source up to a sample: see `SourceFigures.counts`; None if no line of that sample tells.
+    """Counts by source up to a sample: see `SourceFigures.counts`; None if no line has them for that sample.
 
-    A run that went back has trained other samples since, perhaps of other weights: what was counted beyond the start
-    that went back is passed over.
+    A run that went back has trained other samples since, maybe with other weights: counts beyond the start that went
+    back are skipped.
     """
     found: dict[int, Mapping[str, Mapping[str, int]]] = {}
     for line in lines:
@@ -211,7 +211,7 @@ def rank_path(directory: Path, rank: int) -> Path:
 
 
 class Tails:
-    """What the processes of a run append to their files from now on.
+    """Follows what the run's processes append to their files from now on.
 
     Args:
         directory: see `meter_dir`.
@@ -222,7 +222,7 @@ class Tails:
         self._read = {path: path.stat().st_size for path in directory.glob("rank_*.jsonl")}
 
     def new(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """(name of the file, line) of every complete line since the last call."""
+        """(name of the file, line) for every complete line since the last call."""
         for path in sorted(self._directory.glob("rank_*.jsonl")):
             before = self._read.get(path, 0)
             try:

@@ -1,6 +1,6 @@
-"""The losses of segments, as each process writes them down: `SegmentLosses`; and of `Documents`.
+"""`SegmentLosses`: the losses of segments as each process records them; and `Documents`: added up by document.
 
-Which documents they are of follows from the numbers of the samples; so a segment takes some 16 bytes.
+The documents follow from the numbers of the samples, so that a segment takes only about 16 bytes.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megaresume.stream.kernel import DOCUMENT, SOURCE
 class SegmentLosses:
     """The losses of the segments of some samples."""
 
-    #: int64[n], ascending within a micro-batch: numbers of the samples in the stream.
+    #: int64[n], ascending within a micro-batch: sample numbers in the stream.
     samples: npt.NDArray[np.int64]
-    #: int64[n]: segments of each of them.
+    #: int64[n]: number of segments of each.
     segments: npt.NDArray[np.int64]
-    #: float64[s]: sum of the losses of the tokens of each segment that count.
+    #: float64[s]: sum of the losses of each segment's trained tokens.
     sums: npt.NDArray[np.float64]
-    #: int64[s]: how many count.
+    #: int64[s]: number of trained tokens.
     tokens: npt.NDArray[np.int64]
 
     def to_dict(self) -> dict[str, Any]:
@@ -43,7 +43,7 @@ class SegmentLosses:
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> SegmentLosses:
-        """Raises KeyError, TypeError or ValueError for a line that is none."""
+        """Read losses. Raises KeyError, TypeError or ValueError if the line has none."""
         found = cls(
             np.array(line["samples"], np.int64),
             np.array(line["segments"], np.int64),
@@ -57,7 +57,7 @@ class SegmentLosses:
 
 
 def read_losses(directory: Path) -> Iterator[tuple[float, SegmentLosses]]:
-    """What all processes have written down, file by file: (time, losses)."""
+    """The records of all processes, file by file: (time, losses)."""
     for path in sorted(directory.glob("rank_*.jsonl")):
         for line in read_lines(path):
             try:
@@ -68,15 +68,16 @@ def read_losses(directory: Path) -> Iterator[tuple[float, SegmentLosses]]:
 
 
 def read_sums(directory: Path, first: int, stop: int) -> dict[int, npt.NDArray[np.float64]]:
-    """Of each of the samples ``first .. stop`` that a process has written down, the last time that one did:
-    float64[segments, 2], sums and tokens of its segments."""
+    """For each of the samples ``first .. stop`` with a record, the last one: float64[segments, 2], sums and tokens of
+    its segments.
+    """
     times: dict[int, float] = {}
     found: dict[int, npt.NDArray[np.float64]] = {}
     for time, losses in read_losses(directory):
         begin = 0
         for sample, segments in zip(losses.samples.tolist(), losses.segments.tolist(), strict=True):
             end = begin + segments
-            # Of a forward of other tokens than its own nothing counts.
+            # In a forward of other tokens than its own, no token is trained.
             is_known = sample in found and not losses.tokens[begin:end].any()
             if first <= sample < stop and time >= times.get(sample, 0.0) and not is_known:
                 times[sample] = time
@@ -87,11 +88,11 @@ def read_sums(directory: Path, first: int, stop: int) -> dict[int, npt.NDArray[n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DocumentLoss:
-    """The loss of a document over the samples that were asked for."""
+    """The loss of a document over the requested samples."""
 
     source: str
     document: int
-    #: mean over the tokens that count.
+    #: mean over the trained tokens.
     loss: float
     tokens: int
 
@@ -111,8 +112,8 @@ class Documents:
         """Add segments.
 
         Args:
-            table: of the `Plan` of their samples, int64[s, 5].
-            losses: of them.
+            table: from the `Plan` of their samples, int64[s, 5].
+            losses: of these segments.
         """
         rows = zip(table[:, [SOURCE, DOCUMENT]].tolist(), losses.sums.tolist(), losses.tokens.tolist(), strict=True)
         for (source, document), total, tokens in rows:
@@ -121,7 +122,7 @@ class Documents:
             both[1] += tokens
 
     def by_source(self) -> dict[str, tuple[float, int]]:
-        """(sum, tokens) of each source that has any."""
+        """(sum, tokens) of each source with trained tokens."""
         found: dict[str, tuple[float, int]] = {}
         for (source, _), (total, tokens) in self._sums.items():
             before = found.get(self.names[source], (0.0, 0))
@@ -129,7 +130,7 @@ class Documents:
         return found
 
     def worst(self, most: int | None = None) -> list[DocumentLoss]:
-        """The documents with the highest loss by token, the worst first; one that is not a number before all others."""
+        """The documents with the highest loss per token, worst first; NaN comes before all others."""
         found = [
             DocumentLoss(source=self.names[source], document=document, loss=total / tokens, tokens=int(tokens))
             for (source, document), (total, tokens) in self._sums.items()

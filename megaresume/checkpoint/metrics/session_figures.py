@@ -1,4 +1,4 @@
-"""Live figures of a session: its meter, and what its directory says about checkpoints, disk and time."""
+"""Live figures of a session: its meter, and figures of checkpoints, disk and time from its directory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megaresume.stream.errors import UsageError
 
 
 def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
-    """The meter of a session; None if no figures are asked for.
+    """The meter of a session; None if no figures are requested.
 
     Args:
         metrics: sinks and options: see `megaresume.checkpoint.metrics.words`.
@@ -30,7 +30,7 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
         host: of the session.
 
     Raises:
-        UsageError: an unknown word; or ``trainer``, and this one has no loggers.
+        UsageError: an unknown word; or ``trainer``, and this trainer has no loggers.
         SetupError: a package is missing.
     """
     if not metrics:
@@ -56,11 +56,11 @@ def make_meter(metrics: Any, clocks: Clocks, host: Host) -> Meter | None:
 
 
 def figures_of_run(root: Path | None, marks: Sequence[Mark]) -> dict[str, Value]:
-    """Figures of checkpoints and of the time of a run. On rank 0, or of whoever sees the directory.
+    """Figures of checkpoints and of the time of a run. On rank 0, or any process that can read the directory.
 
     Args:
         root: where it saves; None: nowhere.
-        marks: see `megaresume.checkpoint.metrics.record`; the last one is of the current moment.
+        marks: see `megaresume.checkpoint.metrics.record`; the last one is for the current moment.
     """
     found: dict[str, Value] = {}
     if root is not None:

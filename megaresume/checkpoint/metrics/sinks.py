@@ -1,8 +1,8 @@
-"""Sinks: each is given one `Reading` after another, in a thread of its own. `SINKS` is the table of them.
+"""Sinks: each gets one `Reading` after another, in its own thread. `SINKS` is the table of them.
 
-One that is away, slow, or fails, misses readings: the training never waits for it. The log says so at the first one,
-and how many at the end. Nothing is sent to a sink that was not named; an exporter listens on the loopback address
-unless another one is named.
+A sink that is away, slow, or failing misses readings: the training never waits for it. The first miss is logged, and
+their number at the end. Nothing is sent to a sink that was not named; an exporter listens on the loopback address
+unless given another one.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from megaresume.stream.errors import SetupError, UsageError, missing_package
 
 log = logging.getLogger(__name__)
 
-#: readings that wait for a sink; and seconds that the end of a run waits for it to take them.
+#: readings that wait for a sink; and seconds that the end of a run waits until it has taken them.
 MAX_QUEUED, DRAIN_SECONDS = 16, 2.0
 
 
 class Sink(Protocol):
-    """Takes readings, one after the other, in one thread."""
+    """Takes readings one after the other, in one thread."""
 
     def write(self, reading: Reading) -> None:
-        """Take one. What it raises is logged once."""
+        """Take a reading. An error is logged once."""
 
     def close(self) -> None:
-        """No more come."""
+        """Called after the last reading."""
 
 
 class Outlet:
@@ -45,7 +45,7 @@ class Outlet:
 
     Args:
         name: for the log.
-        make: makes the sink, in that thread.
+        make: creates the sink, in that thread.
     """
 
     def __init__(self, name: str, make: Callable[[], Sink]) -> None:
@@ -54,13 +54,13 @@ class Outlet:
         self._changed = threading.Condition()
         self._closing = self._done = False
         self._said = False
-        #: readings that the sink never got.
+        #: number of readings that the sink never got.
         self.missed = 0
         self._thread = threading.Thread(target=self._run, name=f"megaresume-{name}", daemon=True)
         self._thread.start()
 
     def write(self, reading: Reading) -> None:
-        """Queue one; the oldest goes if too many wait. Returns at once."""
+        """Queue a reading; drops the oldest if too many wait. Returns at once."""
         with self._changed:
             if len(self._queue) == MAX_QUEUED:
                 self.missed += 1
@@ -69,13 +69,13 @@ class Outlet:
             self._changed.notify()
 
     def end(self) -> None:
-        """No more come. Returns at once."""
+        """Note that no more readings come. Returns at once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def close(self, timeout: float = DRAIN_SECONDS) -> None:
-        """Wait a limited time for what is left, and log how many readings the sink missed."""
+        """Wait a limited time for remaining readings, and log how many the sink missed."""
         self.end()
         with self._changed:
             self._changed.wait_for(lambda: self._done, max(timeout, 0.0))
@@ -113,7 +113,7 @@ class Outlet:
 
 
 class JsonLines:
-    """A reading a line."""
+    """JSON lines, one per reading."""
 
     def __init__(self, path: Path) -> None:
         self._lines = Lines(path)
@@ -128,7 +128,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files."""
+    """TensorBoard's event files."""
 
     def __init__(self, directory: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -147,11 +147,11 @@ class TensorBoard:
 
 
 class OpenTelemetry:
-    """The figures as instruments of OpenTelemetry, read when a reader of theirs asks.
+    """The figures as OpenTelemetry instruments, read when one of its readers asks.
 
     Args:
-        reader: of ``opentelemetry.sdk.metrics``.
-        run: of which run they are.
+        reader: from ``opentelemetry.sdk.metrics``.
+        run: id of the run.
     """
 
     def __init__(self, reader: Any, run: str) -> None:
@@ -240,7 +240,7 @@ class Prometheus(OpenTelemetry):
         host, _, port = where.rpartition(":")
         registry = prometheus_client.CollectorRegistry()
         try:
-            # It registers itself with the registry of the process.
+            # It registers itself with the process's registry.
             reader = PrometheusMetricReader()
             prometheus_client.REGISTRY.unregister(reader._collector)
             registry.register(reader._collector)
@@ -257,10 +257,10 @@ class Prometheus(OpenTelemetry):
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; offline, unless WANDB_MODE says otherwise.
+    """A run of Weights & Biases; offline, unless WANDB_MODE is set.
 
     Args:
-        directory: of its files.
+        directory: for its files.
         run: its name, the same after a resume.
     """
 
@@ -313,7 +313,7 @@ class MLflow:
 
         time, step = int(reading.time * 1000), reading.step
         metrics = [Metric(name, number, time, step) for name, number in reading.flat().items()]
-        for first in range(0, len(metrics), 1000):  # the most that a call takes
+        for first in range(0, len(metrics), 1000):  # the limit of one call
             self._client.log_batch(self._run, metrics=metrics[first : first + 1000])
 
     def close(self) -> None:
@@ -322,7 +322,7 @@ class MLflow:
 
 
 class Function:
-    """A function of the user's."""
+    """A user's function."""
 
     def __init__(self, function: Callable[[Reading], Any]) -> None:
         self._function = function
@@ -335,7 +335,7 @@ class Function:
         """See `Sink`."""
 
 
-#: turns off the usage reports of packages, unless the environment sets these variables already.
+#: turns off the usage reports of packages, unless the environment already sets these variables.
 _SILENT = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
 
 
@@ -356,15 +356,16 @@ class SinkKind:
 
     #: for docs/metrics.md; a value after ``=`` says where.
     help: str
-    #: makes one of: what stands after ``=``, or ""; a place of its own in the run's directory, or that value; the run.
+    #: creates a sink from the value after ``=``, or ""; that value, or a path in the run's directory; the id of the
+    #: run.
     make: Callable[[str, Path, str], Sink]
-    #: what it imports, of the extra ``metrics``.
+    #: modules that it imports, from the extra ``metrics``.
     modules: tuple[str, ...] = ()
-    #: raises UsageError for a value after ``=`` that it cannot use.
+    #: raises UsageError for an invalid value after ``=``.
     check: Callable[[str], None] = lambda where: None
 
 
-#: word -> its sink: the words of ``metrics=``, the text of that setting and the table in docs/metrics.md.
+#: word -> sink; used for the words of ``metrics=``, the help of that setting and the table in docs/metrics.md.
 SINKS = {
     "jsonl": SinkKind(
         help="lines of JSON in the run's directory, which are written whatever else is named. jsonl=FILE: to a file of "
@@ -401,15 +402,15 @@ SINKS = {
 
 
 def check(word: str, where: str) -> None:
-    """Look whether a sink can be made at all: before the training, where an error is of use.
+    """Check that a sink can be created, before the training, while an error is useful.
 
     Args:
         word: of `SINKS`.
-        where: what stands after ``=``.
+        where: the value after ``=``.
 
     Raises:
         SetupError: its package is missing.
-        UsageError: a value that it cannot use.
+        UsageError: an invalid value.
     """
     kind = SINKS[word]
     for name, value in _SILENT.items():
@@ -424,7 +425,7 @@ def check(word: str, where: str) -> None:
 
 
 def close_all(outlets: Sequence[Outlet]) -> None:
-    """Close sinks at the same time: all of them together are waited for as long as one."""
+    """Close sinks concurrently: waiting for all takes as long as for one."""
     deadline = time.monotonic() + DRAIN_SECONDS
     for outlet in outlets:
         outlet.end()
@@ -433,13 +434,13 @@ def close_all(outlets: Sequence[Outlet]) -> None:
 
 
 def outlet_of(word: str, where: str, directory: Path | None, run: str) -> Outlet:
-    """A sink, and its thread.
+    """A sink with its thread.
 
     Args:
         word: of `SINKS`.
-        where: what stands after ``=``.
-        directory: of the files that have no place of their own; None: the run saves nowhere.
-        run: of which run the figures are.
+        where: the value after ``=``.
+        directory: for files without a given path; None: the run saves nowhere.
+        run: id of the run.
     """
     own = Path(where) if where else (directory or Path("megaresume-metrics")) / word
     return Outlet(word, partial(SINKS[word].make, where, own, run))

@@ -1,9 +1,9 @@
-"""Figures by source: which tokens the samples of a run hold follows from (config, sample number).
+"""Figures by source: the tokens in a run's samples follow from (config, sample number).
 
     StreamState at a sample    tokens and documents by source since the start of the run, share, epoch, what is left
-    Plan of the samples since  of them trained tokens, and documents that are cut
+    Plan of the samples since  how many of the tokens are trained, and how many documents are cut
 
-The thread that asks has a copy of the stream: what it plans neither waits for the training nor makes it wait.
+The thread that asks has a copy of the stream, so that its planning and the training do not wait for each other.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from megaresume.stream.source import LengthSource, count_trained
 from megaresume.stream.state import SourceCursor
 from megaresume.stream.stream import Stream
 
-#: samples that are planned at a time.
+#: samples planned at a time.
 _CHUNK = 4096
-#: what is counted by source: names in `FIGURES`, after ``megaresume.source.``. Every mark in run.jsonl saves these
-#: counts, and the next start continues them.
+#: counts by source: names in `FIGURES`, after ``megaresume.source.``. Every mark in run.jsonl has these counts, and the
+#: next start continues them.
 COUNTED = ("tokens", "trained", "documents", "cut")
 
 
 def in_samples(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[Int64Array, Int64Array]:
-    """(tokens, documents) by source in the samples before a position: what was drawn, less what waits in open bins and
-    what was left out; int64[sources] each.
+    """(tokens, documents) by source in the samples before a position: those drawn, minus those in open bins and those
+    left out; int64[sources] each.
 
     Args:
-        fields: of `Stream.fields_at`, or those of a `StreamState`: ``sources``, ``bins``, ``pending``, ``tails``.
+        fields: from `Stream.fields_at`, or those of a `StreamState`: ``sources``, ``bins``, ``pending``, ``tails``.
         names: of the sources, in the order of the config.
     """
     drawn: Mapping[str, SourceCursor] = fields["sources"]
@@ -50,7 +50,7 @@ def in_samples(fields: Mapping[str, Any], names: Sequence[str]) -> tuple[Int64Ar
 
 
 def labels_of(source: LengthSource, documents: Int64Array, offsets: Int64Array, lengths: Int64Array) -> Int64Array:
-    """How many labels of segments count: the token after each, if it is of the same document, and trained.
+    """The number of trained labels in segments: the token after each, if it is in the same document, and trained.
 
     Args:
         source: of the documents.
@@ -68,9 +68,9 @@ class SourceFigures:
 
     Args:
         stream: of the training.
-        sample: trained when this process began.
-        before: what was counted up to that sample, as `counts` gave it; None: not known. Then ``trained`` and ``cut``,
-            which no state tells, are left out.
+        sample: number of samples trained when this process began.
+        before: the result of `counts` at that sample; None: unknown. Then ``trained`` and ``cut``, which are in no
+            state, are left out.
     """
 
     def __init__(self, stream: Stream, sample: int, before: Mapping[str, Mapping[str, int]] | None = None) -> None:
@@ -78,17 +78,17 @@ class SourceFigures:
         self.sample = sample
         self.names = [source.label for source in stream.config.sources]
         self._keys = [source.name for source in stream.config.sources]
-        #: tokens in samples, and places for them, since the last reading.
+        #: tokens in samples, and positions, since the last reading.
         self._filled = [0, 0]
         self._counts = dict.fromkeys(COUNTED, np.zeros(len(self.names), np.int64))
         self._counts["tokens"], self._counts["documents"] = in_samples(self._fields(sample), self._keys)
-        #: sources that say which labels count before a document is read.
+        #: sources that know which labels are trained without reading a document.
         self._labelled = [
             k
             for k, source in enumerate(self._stream.sources)
             if isinstance(source, Source) and not is_document_source(source)
         ]
-        #: those that are known since the start of the run.
+        #: the counts that are known since the start of the run.
         self._known: tuple[str, ...] = COUNTED
         for name in ("trained", "cut"):
             if sample and name not in (before or {}):
@@ -101,7 +101,7 @@ class SourceFigures:
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """``tokens``, ``trained``, ``documents`` and ``cut`` by source, since the start of the run; what is known."""
+        """``tokens``, ``trained``, ``documents`` and ``cut`` by source, since the start of the run, as far as known."""
         return {name: dict(zip(self.names, self._counts[name].tolist(), strict=True)) for name in self._known}
 
     def count_to(self, sample: int) -> None:
@@ -119,12 +119,12 @@ class SourceFigures:
             self.sample = stop
 
     def advance(self, sample: int) -> dict[str, Value]:
-        """Count the samples before this one, and give the figures. Raises as `count_to`."""
+        """Count the samples before this one, and return the figures. Raises as `count_to`."""
         self.count_to(sample)
         tokens, places = self._filled
         self._filled = [0, 0]
         found: dict[str, Value] = {}
-        if self._stream.shape_at(max(sample - 1, 0))[0] > 1:  # else samples are items, whose tokens are not known
+        if self._stream.shape_at(max(sample - 1, 0))[0] > 1:  # otherwise samples are items, whose tokens are unknown
             counts = self.counts
             labelled = [self.names[source] for source in self._labelled]
             found |= {f"megaresume.source.{name}": counts[name] for name in counts if name != "trained"}
@@ -138,7 +138,7 @@ class SourceFigures:
         return found | self._drawn(sample)
 
     def _places(self, first: int, stop: int) -> int:
-        """Tokens that these samples have room for."""
+        """The number of positions in these samples."""
         length = self._stream.shape_at(first)[0]
         if self._stream.shape_at(stop - 1)[0] == length:
             return length * (stop - first)
@@ -158,7 +158,7 @@ class SourceFigures:
             counts["cut"][source] += (begins & (lengths < of.lengths(documents))).sum()
 
     def _drawn(self, sample: int) -> dict[str, Value]:
-        """Share against weight, and how far each source is."""
+        """Share against weight, and the progress of each source."""
         drawn: Mapping[str, SourceCursor] = self._fields(sample)["sources"]
         config = self._stream.config_at(sample)
         weights = {source.label: source.weight for source in config.sources}

@@ -1,8 +1,8 @@
-"""The loss and the gradient norm of each step, as a process of the run has them: what a replay is compared with.
+"""The loss and the gradient norm of each step in one process, with which a replay is compared.
 
-    a micro-batch's loss, the norm --copy, not waited for--> thread --a line for each step--> the file of this process
+    a micro-batch's loss, the norm --asynchronous copy--> thread --a line for each step--> the file of this process
 
-Nothing is computed for it: the numbers are those that the trainer has made anyway. `Made` is one step in one file.
+Computes nothing: the trainer has these numbers anyway. `Made` is one step in one file.
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ MAX_WAITING = 1 << 14
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Made:
-    """A step, as one process wrote it down."""
+    """A step, as one process recorded it."""
 
     step: int
-    #: trained since the start of the run, by all ranks, this step included; None: not known.
+    #: samples trained since the start of the run, by all ranks, including this step; None: unknown.
     samples: int | None = None
-    #: of these samples, 16 hex digits; on rank 0.
+    #: digest of these samples, 16 hex digits; on rank 0.
     digest: str | None = None
-    #: of the micro-batches of this process: their mean, or as its trainer weighs them; None: it was not told.
+    #: the loss of this process's micro-batches: their mean, or as weighted by its trainer; None: not reported.
     loss: float | None = None
-    #: of the gradients, before they are clipped; None: it was not told.
+    #: the norm of the gradients, before clipping; None: not reported.
     norm: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, without what is not known. A number is written so that it is read back bit for bit."""
+        """Plain JSON, without unknown values. Numbers are written so that they are read back bit for bit."""
         return {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> Made:
-        """Raises KeyError, TypeError or ValueError for a line that is none."""
+        """Read a step. Raises KeyError, TypeError or ValueError if the line is not one."""
         kinds: dict[str, Any] = {"digest": str, "loss": float, "norm": float}
         return cls(**{name: kinds.get(name, int)(line[name]) for name in cls.__slots__ if name in line})
 
 
 class Copy:
-    """A tensor on its way from the device, which is not waited for.
+    """A tensor on its way from the device, without waiting.
 
     Args:
-        tensor: on any device; on the CPU it is taken as it is.
+        tensor: on any device; on the CPU it is used directly.
     """
 
     __slots__ = ("_event", "here")
 
     def __init__(self, tensor: Any) -> None:
-        #: the tensor on the CPU; its values are those of the device once `is_here`.
+        #: the tensor on the CPU; its values are valid once `is_here`.
         self.here = tensor
         self._event: Any = None
         if tensor.is_cuda:
@@ -64,11 +64,11 @@ class Copy:
             self._event.record()
 
     def is_here(self) -> bool:
-        """Whether the device has done it."""
+        """Whether the device has finished the copy."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the copy."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -94,41 +94,41 @@ class _Waiting:
 
 
 class StepNumbers:
-    """What the training notes of its steps, and the thread takes."""
+    """What the training reports about its steps, until the thread takes it."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Waiting] = deque(maxlen=MAX_WAITING)
         self.begin()
 
     def begin(self) -> None:
-        """No step is under way."""
+        """Discard the numbers of an unfinished step."""
         self._losses: list[float | Copy] = []
         self._is_scaled = False
         self._norm: float | Copy | None = None
 
     def loss(self, value: Any, *, is_scaled: bool = False) -> None:
-        """A micro-batch of this process has this loss. Anything but a number is passed over.
+        """Add the loss of a micro-batch of this process. Ignores anything except a number.
 
         Args:
             value: a number, or a tensor of one, on any device.
-            is_scaled: whether the loss of the step is the sum of such losses; else it is their mean.
+            is_scaled: whether the loss of the step is the sum of such losses; otherwise it is their mean.
         """
         self._is_scaled = is_scaled
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             self._losses.append(_number(value))
 
     def norm(self, value: Any) -> None:
-        """The gradients of the step have this norm. Anything but a number is passed over."""
+        """Set the norm of the step's gradients. Ignores anything except a number."""
         with contextlib.suppress(TypeError, ValueError, RuntimeError):
             self._norm = _number(value)
 
     def stepped(self, step: int, samples: int) -> None:
-        """The step was made: with it so many steps have trained so many samples."""
+        """End a step: so many steps have now trained so many samples."""
         self._waiting.append(_Waiting(step, samples, self._losses, self._is_scaled, self._norm))
         self.begin()
 
     def take(self, *, wait: bool = False) -> list[Made]:
-        """The steps whose numbers are here, in their order; ``wait``: for the device, so that all are."""
+        """The steps whose numbers have arrived, in order; with ``wait``, all of them."""
         done: list[Made] = []
         while self._waiting:
             step = self._waiting[0]

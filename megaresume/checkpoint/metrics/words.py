@@ -1,4 +1,4 @@
-"""What ``metrics=`` of `megaresume.attach`, and ``--megaresume-metrics``, accept: which sinks, and how often.
+"""What ``metrics=`` of `megaresume.attach`, and ``--megaresume-metrics``, accept: the sinks, and the interval.
 
 jsonl tensorboard=runs/tb otlp=http://localhost:4318 prometheus=9464 every=30
 """
@@ -15,49 +15,49 @@ from megaresume.stream.errors import UsageError, near
 
 #: seconds between two readings.
 EVERY = 10.0
-#: words that are no sink of their own -> what they mean.
+#: words that are not sinks -> their meaning.
 OPTIONS = {
     "trainer": "the loggers that the trainer has already",
     "losses": "losses by source and by document without a call of yours, under Hugging Face's Trainer, DeepSpeed and "
     "Megatron-LM. losses=N: of every Nth micro-batch",
     "every": "every=SECONDS between two readings; 10 if it is left out",
 }
-#: all words -> what they mean.
+#: all words -> their meaning.
 WORDS = {word: kind.help for word, kind in SINKS.items()} | OPTIONS
-#: of the setting.
+#: help of the setting.
 HELP = (
     f"live figures of the run, and their sinks: {', '.join([*SINKS, 'trainer'])}, each optionally with =WHERE; "
     "losses by source and document (losses=N: of every Nth micro-batch); every=SECONDS between two readings"
 )
 
-#: a function of the user's that is called with every reading.
+#: a user's function that is called with every reading.
 Callback = Callable[[Reading], Any]
 
 
 @dataclass(frozen=True, slots=True)
 class MeterOptions:
-    """What ``metrics=`` says."""
+    """The value of ``metrics=``, parsed."""
 
-    #: (word of `SINKS`, where); "" if that is left out.
+    #: (word of `SINKS`, where); "" without a value.
     sinks: tuple[tuple[str, str], ...] = ()
-    #: functions of the user's.
+    #: the user's functions.
     functions: tuple[Callback, ...] = ()
-    #: whether the trainer's own loggers are a sink, too.
+    #: whether the trainer's own loggers are also a sink.
     trainer: bool = False
-    #: of every so many micro-batches the trainer's losses are taken; 0: of none.
+    #: collect the trainer's losses from every ``losses``-th micro-batch; 0: never.
     losses: int = 0
     #: seconds between two readings.
     every: float = EVERY
 
 
 def parse(metrics: Any) -> MeterOptions:
-    """What the words say.
+    """Parse the words.
 
     Args:
-        metrics: words, in one string or a list; functions of a `Reading` among them. True: ``jsonl``.
+        metrics: words, in one string or a list, which may include functions of a `Reading`. True: ``jsonl``.
 
     Raises:
-        UsageError: an unknown word, or a value that it cannot have.
+        UsageError: an unknown word, or an invalid value.
     """
     if metrics is True:
         metrics = "jsonl"

@@ -1,12 +1,12 @@
-"""Branches of a run: which save follows which, and which of them were given up.
+"""Branches of a run: which save follows which, and which of them were abandoned.
 
-A start names the save that it loaded, and a save the start that made it. So each save has one before it:
+A start names the save that it loaded, and a save the start that made it. So each save has a predecessor:
 
     loaded nothing   10 a --> 20 a --> 30 a
-    loaded 10 a       `-> 15 b --> 25 b         from 15 b on, 20 a and 30 a are given up
-    loaded 30 a                         `-> 40 c    from 40 c on, 15 b and 25 b are, and those no longer
+    loaded 10 a       `-> 15 b --> 25 b         from 15 b on, 20 a and 30 a are abandoned
+    loaded 30 a                         `-> 40 c    from 40 c on, 15 b and 25 b are, and 20 a and 30 a no longer
 
-A start alone gives nothing up: only the first checkpoint after it does.
+A start alone abandons nothing: only the first checkpoint after it does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megaresume.checkpoint.records.names import ledger_path
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """A part of the run that was given up: a start loaded another save, and its first checkpoint took another way."""
+    """An abandoned part of the run: a start loaded another save, and its first checkpoint took another branch."""
 
-    #: in the order in which they were given up, from 1.
+    #: in the order in which they were abandoned, from 1.
     number: int
-    #: the last step that both ways have in common, and when the start was.
+    #: the last step that both branches have in common, and the time of the start.
     after: int
     time: str
-    #: the last step that is known of it.
+    #: the last known step of the branch.
     last: int
 
     def __str__(self) -> str:
@@ -38,23 +38,23 @@ class Branch:
 
 
 class _Ways:
-    """The ways that a run has gone, read line by line."""
+    """The branches of a run, read line by line."""
 
     def __init__(self, entries: Sequence[LedgerEntry]) -> None:
         self.entries = [entries[line] for line in _by_start(entries)]
-        #: of every line, the branch that it belongs to; None if it lies on the path to the present.
+        #: for every line, its branch; None if it leads to the present.
         self.branches: list[Branch | None] = [None] * len(entries)
-        #: the line that each follows; -1: it is the first. Of a start, that of the save that it loaded.
+        #: for every line, the line that it follows; -1: it is the first. A start follows the save that it loaded.
         self._before = [-1] * len(entries)
         self._last, self._number = -1, 0
-        #: (-iteration, line) on the path to the present, the highest iteration first.
+        #: (-iteration, line) of the lines that lead to the present, highest iteration first.
         self._live: list[tuple[int, int]] = []
         #: save -> line.
         self._saved: dict[str | None, int] = {}
         start: int | None = None
         for line, entry in enumerate(self.entries):
             if entry.kind == "durable":
-                # A separate, later line: it lies where its checkpoint does.
+                # A separate, later line: it belongs to the branch of its checkpoint.
                 self._before[line] = self._saved.get(_save_of(entry), -1)
                 continue
             self._follow(line)
@@ -72,7 +72,7 @@ class _Ways:
                 self.branches[line] = self.branches[self._before[line]]
 
     def _follow(self, line: int) -> None:
-        """Find the line before a line."""
+        """Find the line that a line follows."""
         entry, before = self.entries[line], self._last
         if entry.kind == "start":
             loaded = self._saved.get(_save_of(entry), -1)
@@ -85,7 +85,7 @@ class _Ways:
         self._before[line] = before
 
     def _give_up(self, start: int) -> None:
-        """The start has saved: what does not lead to it no longer leads to the present."""
+        """Note that a start has saved: lines that do not lead to it no longer lead to the present."""
         entry, back = self.entries[start], list[int]()
         fork = self._before[start]
         while fork >= 0 and self.branches[fork] is not None:
@@ -107,7 +107,7 @@ class _Ways:
             heapq.heappush(self._live, (-self.entries[line].iteration, line))
 
     def to_present(self) -> Iterator[LedgerEntry]:
-        """The last line, and those that it follows, backwards."""
+        """The last line and those that it follows, backwards."""
         line = self._last
         while line >= 0:
             yield self.entries[line]
@@ -115,8 +115,9 @@ class _Ways:
 
 
 def _by_start(entries: Sequence[LedgerEntry]) -> list[int]:
-    """The lines of a ledger, those of one start together. Lines that another machine has written before it was killed
-    may have come here later than those of the starts after it."""
+    """The lines of a ledger, grouped by start. Lines that another machine wrote before it was killed may have been
+    added later than those of subsequent starts.
+    """
     last, order, starts = -1, list[int](), dict[str | None, int]()
     for line, entry in enumerate(entries):
         start = entry.details.get("start")
@@ -128,19 +129,19 @@ def _by_start(entries: Sequence[LedgerEntry]) -> list[int]:
 
 
 def _save_of(entry: LedgerEntry) -> str | None:
-    """What was saved, or loaded."""
+    """The save that was made, or loaded."""
     save = entry.details.get("loaded" if entry.kind == "start" else "save_id")
     return save if isinstance(save, str) else None
 
 
 def branches_of(entries: Sequence[LedgerEntry]) -> list[Branch | None]:
-    """Of every line of a ledger, the branch that it belongs to; None if it lies on the path to the present."""
+    """For every line of a ledger, its branch; None if it leads to the present."""
     found = dict(zip(_by_start(entries), _Ways(entries).branches, strict=True))
     return [found[line] for line in range(len(entries))]
 
 
 def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int, str]]:
-    """(iteration, tag) of the checkpoints on branches that were given up, and that were not saved again since."""
+    """(iteration, tag) of the checkpoints on abandoned branches that were not saved again since."""
     known: dict[tuple[int, str], bool] = {}
     for entry, branch in zip(entries, branches_of(entries), strict=True):
         if entry.kind == "checkpoint" and entry.tag is not None:
@@ -149,8 +150,7 @@ def abandoned_checkpoints(entries: Sequence[LedgerEntry]) -> frozenset[tuple[int
 
 
 def saves_given_up(root: Path) -> frozenset[str]:
-    """The saves on branches that were given up, by the ledger of a root. Another save of the same step may lie on the
-    path to the present.
+    """The saves on abandoned branches, by the ledger of a root. Another save of the same step may lead to the present.
 
     Raises:
         StateError: the ledger cannot be read.
@@ -162,7 +162,7 @@ def saves_given_up(root: Path) -> frozenset[str]:
 
 
 def saves_of_present(root: Path) -> frozenset[str]:
-    """The saves that led to the last line of a ledger: of a start, what it loaded, and what came before that.
+    """The saves that led to the last line of a ledger: for a start, the one that it loaded, and those before it.
 
     Raises:
         StateError: the ledger cannot be read.

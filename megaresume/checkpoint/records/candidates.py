@@ -1,7 +1,7 @@
-"""Which checkpoints a root holds, whether each of them is whole, which one a pointer names, and of which run they are.
+"""Which checkpoints a root has, whether each is complete, which one a pointer names, and their run.
 
-Listing looks at names only; examining one checkpoint reads its records and looks up the size of every file. So a root
-with a thousand checkpoints costs one examination when the newest is whole.
+Listing only reads names; examining a checkpoint reads its records and looks up the size of every file. So a root with a
+thousand checkpoints costs one examination if the newest is complete.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerForm
 
 T = TypeVar("T")
 
-#: complete: manifest and state fit, every file is there with its size.
-#: unmanaged: a tag directory of which megaresume knows nothing: written before it was adopted, or without it.
-#: incomplete: its save was killed, is in progress, or is being done over.
-#: damaged: it was complete, and is no longer.
-#: pruned: the weights were deleted, records are left.
-#: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: anything may be
-#: in its files.
-#: part: complete, and the files of one node alone: those of the others are on their disks, or in a store.
-#: newer: a record was written by a newer megaresume (only `Run.examine` says so; `examine` raises).
+#: complete: manifest and state fit, and every file exists with its size.
+#: unmanaged: a tag directory unknown to megaresume: written before it was used, or without it.
+#: incomplete: its save was killed, is in progress, or is being repeated.
+#: damaged: it was complete, and no longer is.
+#: pruned: the weights were deleted, the records were kept.
+#: unsynced: complete, but not durable when a machine that wrote it went down, and without checksums: its files may
+#: contain anything.
+#: part: complete, but with the files of one node only: the others are on other nodes' disks, or in a store.
+#: newer: a record was written by a newer megaresume (only returned by `Run.examine`; `examine` raises).
 Status = Literal["complete", "part", "unmanaged", "incomplete", "damaged", "unsynced", "pruned", "newer"]
 
-#: why nothing more is known about an unmanaged one.
+#: why nothing more is known about an unmanaged checkpoint.
 UNMANAGED = "it was written without megaresume: no data state, and whether it is complete cannot be known"
 
 
@@ -66,7 +66,7 @@ class Candidate:
     #: None: a custom name without a record.
     iteration: int | None
     has_dir: bool
-    #: which of our records are there.
+    #: which of our records exist.
     records: frozenset[RecordKind]
 
     @property
@@ -81,13 +81,13 @@ class Candidate:
 
     @property
     def order(self) -> int:
-        """The iteration, or -1: candidates are sorted by it."""
+        """The sort key: the iteration, or -1."""
         return -1 if self.iteration is None else self.iteration
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Examined:
-    """A candidate, and what was found in it."""
+    """A candidate and the result of examining it."""
 
     candidate: Candidate
     status: Status
@@ -98,7 +98,7 @@ class Examined:
 
     @property
     def is_settled(self) -> bool:
-        """Whether everything is there that its save has left here."""
+        """Whether everything exists that its save left here."""
         return self.status in ("complete", "part")
 
     @property
@@ -108,14 +108,14 @@ class Examined:
 
 
 def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidate, ...]:
-    """Everything in a root that may be a checkpoint, newest first. Reads names, no content.
+    """Everything in a root that may be a checkpoint, newest first. Only reads names.
 
     Args:
         root: the checkpoint root; may be missing.
-        tags: further directory names to consider (those that pointers or users name).
+        tags: further directory names to consider (from pointers or users).
 
     Raises:
-        CheckpointError: the root is there but cannot be listed.
+        CheckpointError: the root exists but cannot be listed.
     """
     directories = set(_directories(root, frozenset(tags)))
     found: dict[tuple[str, int | None], set[RecordKind]] = {}
@@ -131,12 +131,12 @@ def list_candidates(root: Path, *, tags: tuple[str, ...] = ()) -> tuple[Candidat
         Candidate(tag=tag, iteration=iteration, has_dir=tag in directories, records=frozenset(records))
         for (tag, iteration), records in found.items()
     ]
-    # Usual names before the user's own at the same iteration, and always the same order.
+    # At the same iteration, usual names before custom ones, and always in the same order.
     return tuple(sorted(candidates, key=lambda c: (-c.order, tag_iteration(c.tag) is None, c.tag)))
 
 
 def find(root: Path, iteration: int, tag: str) -> Candidate | None:
-    """One of `list_candidates`; None if nothing is there of this checkpoint."""
+    """One of `list_candidates`; None if nothing of this checkpoint exists."""
     return next((c for c in list_candidates(root, tags=(tag,)) if (c.iteration, c.tag) == (iteration, tag)), None)
 
 
@@ -157,7 +157,7 @@ def _directories(root: Path, tags: frozenset[str]) -> list[str]:
 
 
 def _usual_tag(root: Path, iteration: int, directories: set[str]) -> str:
-    """Which of the usual names the records of an iteration are about."""
+    """The usual name that the records of an iteration refer to."""
     usual = usual_tags(iteration)
     there = [tag for tag in usual if tag in directories]
     if len(there) == 1:
@@ -173,7 +173,7 @@ def _usual_tag(root: Path, iteration: int, directories: set[str]) -> str:
 
 
 def resolve_pointer(pointer: Pointer, candidates: tuple[Candidate, ...]) -> Candidate | None:
-    """The candidate that a pointer names, if its directory is there."""
+    """The candidate that a pointer names, if its directory exists."""
     there = [c for c in candidates if c.has_dir]
     if pointer.tag is not None:
         return next((c for c in there if c.tag == pointer.tag), None)
@@ -196,11 +196,11 @@ def examine(
         root: the checkpoint root.
         candidate: one of `list_candidates`.
         run: the run that the root belongs to; None: any.
-        checksums: read every file that has a checksum in the manifest.
+        checksums: verify every file that has a checksum in the manifest.
         progress: for checksums: called with the bytes just read, from several threads.
 
     Raises:
-        NewerFormatError: a record was written by a newer megaresume. Never a reason to take an older checkpoint.
+        NewerFormatError: a record was written by a newer megaresume. Never a reason to load an older checkpoint.
     """
     iteration, tag = candidate.iteration, candidate.tag
     if iteration is None or not candidate.records:
@@ -257,7 +257,7 @@ def examine(
 
 
 def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
-    """What ``read`` returns, or what is wrong with the file; a newer format is an error."""
+    """The result of ``read``, and what is wrong with the file; raises for a newer format."""
     try:
         return read(), ""
     except NewerFormatError:
@@ -267,7 +267,7 @@ def _tried(read: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
-    """Without records only the obvious can be detected: an empty directory, or weights of 0 bytes."""
+    """Examine a checkpoint without records, where only an empty directory, or weights of 0 bytes, can be detected."""
 
     def verdict(status: Status, *reasons: str) -> Examined:
         return Examined(candidate=candidate, status=status, reasons=reasons)
@@ -278,7 +278,7 @@ def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
         return verdict("damaged", f"the tag directory cannot be read: {error.strerror or error}")
     if not files:
         return verdict("incomplete", "the tag directory is empty")
-    # A .distcp of 0 bytes is that of a rank that had nothing to save; not all of them are.
+    # A rank that had nothing to save leaves an empty .distcp; but not all of them are empty.
     weights = [e for e in files if e.path.endswith(".pt")]
     shards = [e for e in files if e.path.endswith(".distcp")]
     weights += [] if any(e.size for e in shards) else shards
@@ -289,7 +289,7 @@ def _examine_unmanaged(root: Path, candidate: Candidate) -> Examined:
 
 
 def run_of(root: Path) -> str | None:
-    """The run that a checkpoint root belongs to: from the ledger, or else from its newest readable record."""
+    """The run of a checkpoint root: from the ledger, otherwise from its newest readable record."""
     run = read_run(ledger_path(root))
     if run is not None:
         return run

@@ -1,16 +1,16 @@
-"""`DataState`: what a checkpoint must carry so that the data continues; one envelope, whatever the data are:
+"""`DataState`: what a checkpoint must contain for the data to continue; in one envelope for any kind of data:
 
     {"format": "megaresume.data", "version": 1, "kind": "stream", "framework": "megatron-lm 0.16.1",
      "iteration": 10, "samples": 320, "digest": "0123456789abcdef", "content": {...}, "checksum": "<xxh3_128>"}
 
     kind      content
     stream    `megaresume.stream.state.StreamState`: a stream of megaresume's
-    order     the order of Megatron's own datasets, as the guard recorded it
-    loader    what is known of the states of a third-party loader; the states are files beside the checkpoint
+    order     the order of Megatron's own datasets, as recorded by the guard
+    loader    what is known about the states of a third-party loader; the states are files beside the checkpoint
 
-The envelope is stored twice: within the checkpoint, in a file that the framework writes (that of the weights, or one of
-its own: Trainer's trainer_state.json, VeRL's data.pt), and beside it in the step file. The two must be equal. Only a
-stream is understood here; the others are opaque to this package.
+The envelope is stored twice: inside the checkpoint, in a file that the framework writes (with the weights, or a
+separate one: Trainer's trainer_state.json, VeRL's data.pt), and beside it in the step file. Both must be equal. Only a
+stream is interpreted here; the others are opaque to this package.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ Kind = Literal["stream", "order", "loader"]
 
 
 class DataState(Protocol):
-    """The data of a run at one position. Immutable, the same on every rank; equal states continue in the same way."""
+    """The data of a run at one position. Immutable, the same on every rank; equal states continue equally."""
 
     @property
     def kind(self) -> Kind:
-        """Whose order of data it is."""
+        """Which kind of order it is for."""
 
     @property
     def samples(self) -> int:
-        """Samples trained, all ranks together: the number of the next sample."""
+        """Samples trained by all ranks together: the number of the next sample."""
 
     @property
     def digest(self) -> str:
-        """16 hex digits: of what was trained, or of what says so."""
+        """16 hex digits: the digest of what was trained, or of the record of it."""
 
     def to_dict(self) -> dict[str, Any]:
         """The content, as plain JSON."""
@@ -53,7 +53,7 @@ class DataState(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpaqueState:
-    """A state that is not a stream's; whoever made it reads its content."""
+    """A state that is not a stream's; only its creator interprets its content."""
 
     kind: Literal["order", "loader"]
     samples: int
@@ -66,10 +66,10 @@ class OpaqueState:
 
 
 def stream_of(state: DataState) -> StreamState:
-    """The state as that of a stream.
+    """The state of a stream.
 
     Raises:
-        StateError: it is of another kind; nothing can be planned again from it.
+        StateError: it is of another kind, from which nothing can be planned again.
     """
     if isinstance(state, StreamState):
         return state
@@ -90,17 +90,17 @@ def stream_of(state: DataState) -> StreamState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Envelope:
-    """A data state as it travels inside a checkpoint."""
+    """A data state as it is stored inside a checkpoint."""
 
     state: DataState
     #: optimizer steps done.
     iteration: int
-    #: what trained it, and its version: ``megatron-lm 0.16.1``.
+    #: the trainer and its version: ``megatron-lm 0.16.1``.
     framework: str = "unknown"
 
     @property
     def kind(self) -> Kind:
-        """Whose order of data it is."""
+        """Which kind of order it is for."""
         return self.state.kind
 
     @property
@@ -109,7 +109,7 @@ class Envelope:
         return self.state.samples
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON, with the checksum of all of it; the same on every rank."""
+        """Plain JSON, with a checksum of everything; the same on every rank."""
         body = {
             "format": FORMAT,
             "version": VERSION,
@@ -123,15 +123,15 @@ class Envelope:
         return body | {"checksum": checksum(body)}
 
     def to_text(self) -> str:
-        """`to_dict` as ASCII, in one line: containers that hold text alone (Megatron's ``args``) keep it."""
+        """`to_dict` as one line of ASCII, for containers that only store text (Megatron's ``args``)."""
         return json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def read(cls, data: object) -> Envelope:
-        """Read what `to_dict` or `to_text` wrote.
+        """Read the result of `to_dict` or `to_text`.
 
         Raises:
-            StateError: there is nothing, or it is cut short, damaged, of another format, or lacks a field.
+            StateError: it is missing, truncated, damaged, of another format, or lacks a field.
             NewerFormatError: intact, and of a later version.
         """
         return open_envelope(data, _envelope, format_name=FORMAT, version=VERSION, texts=str)

@@ -1,10 +1,10 @@
-"""The ledger: JSON lines that are never changed, one for every checkpoint, every start and every end of a run.
+"""The ledger: JSON lines that are never changed, one for every checkpoint, start and end of a run.
 
-It outlives pruned checkpoints, tells which run a directory belongs to, and in which order things happened; `branches`
-tells from it which checkpoints lie on the path to the present.
+It outlives pruned checkpoints, and shows which run a directory belongs to, and in which order things happened;
+`branches` derives from it which checkpoints lead to the present.
 
-Every line is sealed (`megaresume.files`). A kill in the middle of an append leaves a torn last line: it is
-reported, not used, and closed off by the next append. Damaged lines elsewhere are reported by number.
+Every line is sealed (`megaresume.files`). A kill during an append leaves a torn last line: it is reported, not used,
+and closed off by the next append. Damaged lines elsewhere are reported by number.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VERSION = 1
 
 EntryKind = Literal["checkpoint", "durable", "start", "finished", "membership"]
 
-#: set by a launch script for its ranks: the attempt that they belong to, any word. Kept in the details of every line.
+#: set by a launch script for its ranks: the attempt that they belong to, any word. In the details of every line.
 ATTEMPT = "MEGARESUME_ATTEMPT"
 
 
@@ -52,25 +52,25 @@ class LedgerEntry:
     """One event of a run."""
 
     #: ``checkpoint``: one was committed, and is complete. ``durable``: it is on the disk. ``start``: a process group
-    #: began to train from here. ``finished``: the run has reached its end, and nothing is left to train.
-    #: ``membership``: replicas have left or joined, and made this step together.
+    #: began to train from here. ``finished``: nothing is left to train. ``membership``: replicas left or joined, and
+    #: did this step together.
     kind: EntryKind
-    #: of the checkpoint, where the start began, or the last step.
+    #: of the checkpoint, of the beginning of the start, or the last step.
     iteration: int
     #: the tag directory saved, or loaded; None: a start from nothing, or an end.
     tag: str | None
-    #: samples trained, and the digest of them.
+    #: samples trained, and their digest.
     samples: int
     digest: str
-    #: the run, 16 hex digits: the same in all lines of a root.
+    #: the id of the run, 16 hex digits: the same in all lines of a root.
     run: str
-    #: UTC. Of a checkpoint, complete or durable: when its save began.
+    #: UTC. For a checkpoint, complete or durable: when its save began.
     time: str
     topology: Topology
-    #: whatever else is worth keeping: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; of a start the save
-    #: that it ``loaded``, by its id, and the place that it loaded from, ``startup_seconds`` since its process began,
-    #: and what the process before it had ``reached``; of both the id of the ``start``; ``attempt`` of a launch script;
-    #: notes. Plain JSON.
+    #: further information: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; for a start the id of the save
+    #: that it ``loaded``, and the place that it loaded from, ``startup_seconds`` since its process began, and what the
+    #: process before it had ``reached``; for both the id of the ``start``; ``attempt`` of a launch script; notes. Plain
+    #: JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
@@ -90,8 +90,8 @@ class LedgerProblem:
     line: int
     #: the rest of a sentence about the line.
     reason: str
-    #: torn: the last line, a writer was killed in its append. cut: the same, closed off by a later append; an old
-    #: story that costs nothing but the line. damaged: anything else.
+    #: torn: the last line, whose writer was killed. cut: the same, closed off by a later append; only that line is
+    #: lost. damaged: anything else.
     kind: Literal["torn", "cut", "damaged"] = "damaged"
 
     def __str__(self) -> str:
@@ -100,15 +100,16 @@ class LedgerProblem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerReading:
-    """What a ledger says, and what of it cannot be read."""
+    """The content of a ledger, and what of it cannot be read."""
 
     entries: tuple[LedgerEntry, ...] = ()
     problems: tuple[LedgerProblem, ...] = ()
 
     @property
     def events(self) -> tuple[LedgerEntry, ...]:
-        """Where the run was, one after the other. That a checkpoint became durable is not a place: the line comes at
-        any time after its commit, also from the next start."""
+        """The positions of the run, in order. A line about durability is not one: it comes at any time after the
+        commit, possibly from the next start.
+        """
         return tuple(entry for entry in self.entries if entry.kind != "durable")
 
     @property
@@ -118,11 +119,11 @@ class LedgerReading:
 
 
 def read_ledger(path: Path) -> LedgerReading:
-    """Read every line that can be read. A missing ledger is an empty one.
+    """Read every readable line. A missing ledger counts as empty.
 
     Raises:
-        StateError: the file is there but cannot be read at all.
-        NewerFormatError: a line is of a newer version.
+        StateError: the file exists but cannot be read at all.
+        NewerFormatError: a line has a newer version.
     """
     try:
         data = read_file(path)
@@ -140,7 +141,7 @@ def _unreadable(path: Path, error: OSError) -> StateError:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """For much that is made and kept: looking through it for garbage again and again takes a quarter of the time."""
+    """Pause garbage collection while many objects are created and kept: it would take a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -159,7 +160,7 @@ def _read(path: Path, lines: list[bytes]) -> LedgerReading:
         try:
             entries.append(_entry(path, unseal(line)))
         except SealError as error:
-            if number == len(lines):  # what follows the last newline
+            if number == len(lines):  # after the last newline
                 reason = f"is torn after {len(line)} bytes (a writer was killed while appending)"
                 problems.append(LedgerProblem(line=number, reason=reason, kind="torn"))
             else:
@@ -174,7 +175,7 @@ _TAIL = 64 << 10
 
 
 def newest_entries(path: Path) -> tuple[LedgerEntry, ...]:
-    """The last lines of a ledger, some hundred; none if it cannot be read: for whoever looks every few seconds."""
+    """The last lines of a ledger, some hundred; empty if it cannot be read: for polling every few seconds."""
     try:
         with BufferedReader(open_file(path)) as file:
             size = file.seek(0, os.SEEK_END)
@@ -187,13 +188,13 @@ def newest_entries(path: Path) -> tuple[LedgerEntry, ...]:
 
 
 def last_start(path: Path) -> str | None:
-    """The id of the last start in a ledger; None if none is named near its end."""
+    """The id of the last start in a ledger; None if there is none near its end."""
     named = (entry.details.get("start") for entry in reversed(newest_entries(path)))
     return next((start for start in named if isinstance(start, str)), None)
 
 
 def read_run(path: Path) -> str | None:
-    """The run that a ledger belongs to, from its first good line: no more is read. None without one."""
+    """The run of a ledger, from its first good line, without reading more. None if there is none."""
     try:
         with BufferedReader(open_file(path)) as file:
             for line in file:
@@ -223,25 +224,25 @@ def _kind(value: object) -> object:
 
 
 def with_attempt(details: Mapping[str, Any]) -> dict[str, Any]:
-    """Details of a line of this process, with the attempt that a launch script has named, if one has."""
+    """Details of a line of this process, with the attempt set by a launch script, if any."""
     attempt = os.environ.get(ATTEMPT)
     return {**details, "attempt": attempt} if attempt else dict(details)
 
 
 def append_ledger(path: Path, entry: LedgerEntry) -> None:
-    """Append one line, durably; a torn last line is closed off first, never glued to.
+    """Append one line, durably; a torn last line is closed off first.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: it cannot be written.
     """
     append_lines(path, [entry.to_bytes()])
 
 
 def merge_lines(lines: Sequence[bytes], others: Iterable[bytes]) -> list[bytes]:
-    """The lines of a ledger, and those that another one of the run has beside them.
+    """Merge the lines of a ledger with those that only another ledger of the run has.
 
-    What is missing goes before the line that follows it in the other ledger, or to the end if none does: what a machine
-    alone knows of comes before the starts elsewhere that it has learned of since.
+    A missing line is inserted before the line that follows it in the other ledger, or at the end if none does: lines
+    that only one machine has come before the starts elsewhere that it has learned of since.
     """
     there, placed = set(lines), set[bytes]()
     before: dict[bytes, list[bytes]] = {}
@@ -261,11 +262,11 @@ def merge_lines(lines: Sequence[bytes], others: Iterable[bytes]) -> list[bytes]:
 
 
 def add_lines(path: Path, others: Iterable[bytes]) -> None:
-    """Add lines of another ledger of the run, see `merge_lines`: appended, if none belongs before one that is there.
-    As the owner of the root.
+    """Add lines of another ledger of the run, see `merge_lines`: appended, if none belongs before an existing one. As
+    the owner of the root.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: it cannot be written.
         StateError: the ledger cannot be read.
     """
     reading = read_ledger(path)
@@ -281,7 +282,7 @@ def add_lines(path: Path, others: Iterable[bytes]) -> None:
 
 
 def append_lines(path: Path, lines: Sequence[bytes]) -> None:
-    """Append lines of another ledger, as `append_ledger` does."""
+    """Append lines of another ledger, like `append_ledger`."""
     if not lines:
         return
     make_dir(path.parent)

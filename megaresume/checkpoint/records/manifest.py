@@ -1,8 +1,8 @@
-"""The manifest: every file of a tag directory with its size and, if asked for, its checksum.
+"""The manifest: every file of a tag directory with its size and, if requested, its checksum.
 
-It is written when all ranks are done and every expected file was seen: **its rename is the moment at which a
-checkpoint counts as complete**. It names the state that it was committed with, so that neither fits another's. It is
-written once more, with checksums, when every file is on the disk: the checkpoint is **durable** (`durability`).
+It is written when all ranks are done and every expected file was seen: **its rename is the moment when a checkpoint
+becomes complete**. It names the state that it was committed with, so that neither fits another's. It is written once
+more, with checksums, when every file is on the disk: then the checkpoint is **durable** (`durability`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from megaresume.files import fsync_dir, fsync_file, open_file, write_all, write_
 from megaresume.stream.errors import CheckpointError, one_line
 
 FORMAT = "megaresume.manifest"
-#: Every megaresume refuses a manifest of a later version than its own. A member that it does not know is passed over.
-#: So a field that older programs may ignore is added without raising this; it is raised when an older program would
-#: resume wrongly by ignoring it. The same holds for the step file, the marker, the ledger and the lock.
+#: Every megaresume refuses a manifest with a later version than its own, and ignores unknown fields. So a field that
+#: older programs may ignore is added without raising this; raise it when an older program would resume wrongly by
+#: ignoring a field. The same applies to the step file, the marker, the ledger and the lock.
 VERSION = 2
-#: what is written of a whole checkpoint, which every megaresume reads.
+#: the version written for a whole checkpoint, which every megaresume reads.
 _VERSION_OF_A_WHOLE = 1
 ALGORITHM = "xxh3_128"
 
-#: bytes read at once; large enough that hashing, not the calls, is what costs.
+#: bytes read at once; so many that hashing takes the time, not the calls.
 _CHUNK = 4 << 20
 
-#: files that are read at the same time, on a machine with as many cores.
+#: most files read concurrently, on a machine with as many cores.
 MOST_THREADS = 16
 
 _NUMBER = re.compile(r"[0-9]+")
-#: what frameworks look for by these names, of whatever rank.
+#: files that frameworks look for by these names, for any rank.
 _MODEL_FILE = re.compile(r"_(model|optim)_states\.pt$|\.distcp$")
 
 Progress = Callable[[int], object]
@@ -53,13 +53,13 @@ class FileEntry:
     path: str
     #: bytes.
     size: int
-    #: xxh3_128, 32 hex digits; None if not taken.
+    #: xxh3_128, 32 hex digits; None if not computed.
     checksum: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is wrong with one file."""
+    """A problem with one file."""
 
     path: str
     kind: Literal["missing", "size", "checksum", "unreadable", "unlisted"]
@@ -71,9 +71,9 @@ class Problem:
 
 
 def list_files(tag_dir: Path) -> tuple[FileEntry, ...]:
-    """All files below a tag directory, in order of their paths, without checksums.
+    """All files below a tag directory, sorted by path, without checksums.
 
-    Files that network filesystems keep for deleted open files (``.nfs...``) are no part of a checkpoint.
+    Files that network filesystems keep for deleted open files (``.nfs...``) are not part of a checkpoint.
 
     Raises:
         OSError: the directory cannot be read.
@@ -95,13 +95,12 @@ def list_files(tag_dir: Path) -> tuple[FileEntry, ...]:
 
 
 def directories_of_models(root: Path) -> list[str]:
-    """Directories in a root that hold files which frameworks take for those of a model, by name; hidden ones are not
-    looked at."""
+    """Directories in a root with files that frameworks would take for a model's, by name; skips hidden ones."""
 
     def names(directory: Path) -> list[str]:
         try:
             return sorted(os.listdir(directory))
-        except OSError:  # a file, or not ours
+        except OSError:  # a file, or not accessible
             return []
 
     return [
@@ -110,9 +109,9 @@ def directories_of_models(root: Path) -> list[str]:
 
 
 def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None, *, stored: bool = False) -> str:
-    """xxh3_128 of a file, 32 hex digits; hashing and reading release the interpreter lock. Raises OSError.
+    """xxh3_128 of a file, 32 hex digits; hashing and reading release the GIL. Raises OSError.
 
-    ``stored``: of what the storage holds, not of what this machine remembers having written, if the system can tell.
+    ``stored``: from the storage rather than this machine's page cache, if the system can do that.
     """
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
@@ -130,15 +129,15 @@ def checksum_file(path: str | os.PathLike[str], progress: Progress | None = None
 def checksum_files(
     tag_dir: Path, paths: Iterable[str], *, progress: Progress | None = None
 ) -> dict[str, str | OSError]:
-    """Checksum files in parallel; hashing and reading release the interpreter lock.
+    """Checksum files in parallel; hashing and reading release the GIL.
 
     Args:
-        tag_dir: what the paths are relative to.
+        tag_dir: the base of the paths.
         paths: the files.
         progress: called with the bytes just read, from several threads.
 
     Returns:
-        by path: 32 hex digits of xxh3_128, or the error that reading gave.
+        path -> 32 hex digits of xxh3_128, or the error in reading it.
     """
     from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
 
@@ -152,13 +151,13 @@ def checksum_files(
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         try:
             found = pool.map(one, names)
-        except RuntimeError:  # no new threads as Python ends, which waits until the last checkpoint is durable
+        except RuntimeError:  # no new threads while Python exits, which waits until the last checkpoint is durable
             found = map(one, names)
         return dict(zip(names, found, strict=True))
 
 
 def write_copy(source: Path, target: Path) -> str:
-    """Copy a file and force it to the disk; the checksum of what was written. Raises CheckpointError."""
+    """Copy a file and force it to the disk; returns the checksum of the copy. Raises CheckpointError."""
     hasher = xxhash.xxh3_128()
     buffer = memoryview(bytearray(_CHUNK))
     try:
@@ -179,39 +178,39 @@ def write_copy(source: Path, target: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of."""
+    """The content of a complete checkpoint."""
 
     iteration: int
     tag: str
-    #: the save that wrote it; the step file has the same.
+    #: the save that wrote it, as in the step file.
     save_id: str
     #: digest of the data state that was committed with it.
     digest: str
     files: tuple[FileEntry, ...]
-    #: of the same save, relative to ``<save>/megaresume``: the files that each rank added. Always with checksums.
+    #: files of the same save that each rank added, relative to ``<save>/megaresume``; always with checksums.
     beside: tuple[FileEntry, ...] = ()
 
-    #: whether every file is on the disk, whatever becomes of the machines.
+    #: whether every file is on the disk, so that it survives machines going down.
     durable: bool = True
-    #: of the machines that wrote it, while it is not durable.
+    #: boots of the machines that wrote it, while it is not durable.
     boots: tuple[str, ...] = ()
     #: (number, of how many): these are the files of one node, and the others are on the disks of other nodes; None:
-    #: these are all.
+    #: these are all files.
     part: tuple[int, int] | None = None
 
     @property
     def saved(self) -> Saved:
-        """Which save wrote it."""
+        """The save that wrote it."""
         return Saved(iteration=self.iteration, tag=self.tag, save_id=self.save_id)
 
     @property
     def is_of_rank_0(self) -> bool:
-        """Whether they are those of the node that keeps the ledger."""
+        """Whether the files are those of the node with the ledger."""
         return self.part is None or self.part[0] == 0
 
     @property
     def is_safe(self) -> bool:
-        """Whether its files hold what was written: on the disk, or in the memory of machines that are all up since."""
+        """Whether its files have what was written: on disk, or in the memory of machines that have all stayed up."""
         return self.durable or (bool(self.boots) and boots_up().issuperset(self.boots))
 
     @property
@@ -221,7 +220,7 @@ class Manifest:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether every file has one."""
+        """Whether every file has a checksum."""
         return all(entry.checksum is not None for entry in self.files)
 
     def to_bytes(self) -> bytes:
@@ -249,25 +248,25 @@ class Manifest:
         mode: Literal["sizes", "checksums"] = "sizes",
         progress: Progress | None = None,
     ) -> list[Problem]:
-        """Hold the files on disk against the manifest.
+        """Compare the files on disk with the manifest.
 
-        Files that the manifest does not name are no problem, since programs add files of their own after the save; but
-        for those that are model or optimizer files of other ranks by their names (`unlisted`): frameworks read them.
+        Unknown files are fine, as programs add their own after the save; except for files that by their names are model
+        or optimizer files of other ranks (`unlisted`), which frameworks would read.
 
         Args:
             tag_dir: the tag directory.
-            mode: ``checksums`` reads every file that has one; ``sizes`` costs one look-up a file. Files in ``beside``
+            mode: ``checksums`` reads every file that has one; ``sizes`` takes one look-up per file. Files in ``beside``
                 are small, and are always read, if a store's mirror has them.
             progress: see `checksum_files`.
 
         Returns:
-            what is wrong, in the order of the manifest; empty: nothing.
+            the problems, in the order of the manifest; empty: none.
         """
         found = verify_files(tag_dir, self.files, mode=mode, progress=progress)
         return found + _unlisted_problems(tag_dir, self.files) + self.verify_beside(tag_dir.parent)
 
     def verify_beside(self, root: Path) -> list[Problem]:
-        """Hold the files in ``<root>/megaresume`` against the manifest, with their checksums: as `verify`."""
+        """Compare the files in ``<root>/megaresume`` with the manifest, including checksums: see `verify`."""
         if not self.beside:
             return []
         found = verify_files(records_dir(root), self.beside, mode="sizes" if has_stand_ins(root) else "checksums")
@@ -282,7 +281,7 @@ def verify_files(
     mode: Literal["sizes", "checksums"],
     progress: Progress | None = None,
 ) -> list[Problem]:
-    """What is wrong with these files of a directory, and with no others; arguments as of `Manifest.verify`."""
+    """Problems with these files of a directory only; arguments as for `Manifest.verify`."""
     problems: dict[str, Problem] = {}
     for entry in files:
         problem = _size_problem(directory, entry)
@@ -305,7 +304,7 @@ def _unlisted_problems(tag_dir: Path, files: tuple[FileEntry, ...]) -> list[Prob
     try:
         there = [entry.path for entry in list_files(tag_dir)]
     except OSError:
-        return []  # every listed file is missing or unreadable then
+        return []  # then every listed file is missing or unreadable
     listed = [entry.path for entry in files]
     names = {path for path in there if _MODEL_FILE.search(path)} - set(listed) | set(unlisted(there, listed))
     detail = "the manifest does not name it: it is a file of other ranks, or of another save"
@@ -313,7 +312,7 @@ def _unlisted_problems(tag_dir: Path, files: tuple[FileEntry, ...]) -> list[Prob
 
 
 def unlisted(there: Iterable[str], listed: Iterable[str]) -> list[str]:
-    """Those paths that differ from a listed one in their numbers alone, as the files of two ranks do."""
+    """Paths that differ from a listed one only in numbers, as the files of two ranks do."""
     known = set(listed)
     patterns = {_NUMBER.sub("0", path) for path in known if _NUMBER.search(path)}
     return sorted(path for path in there if path not in known and _NUMBER.sub("0", path) in patterns)
@@ -337,12 +336,12 @@ def read_manifest(path: Path, *, iteration: int | None = None, tag: str | None =
 
     Args:
         path: ``<save>/megaresume/step_0000010.manifest.json``.
-        iteration: what it must hold; None: anything.
-        tag: what it must hold; None: anything.
+        iteration: expected; None: any.
+        tag: expected; None: any.
 
     Raises:
-        CheckpointError: missing, empty, cut short, damaged, of another kind or of another checkpoint.
-        NewerFormatError: of a newer version.
+        CheckpointError: missing, empty, truncated, damaged, of another kind or of another checkpoint.
+        NewerFormatError: it has a newer version.
     """
     what = "the manifest"
     manifest = read_record(path, _manifest, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)

@@ -1,7 +1,7 @@
 """The marker, ``step_0000010.saving.json``: written before the first model file, removed at the end of the commit.
 
-Without it two things look alike that are not: a tag directory that a program without megaresume wrote, and one whose
-save was killed; a complete checkpoint, and one whose files a second save of the same step is overwriting. And it tells
+Without it, different cases would look alike: a tag directory written by a program without megaresume, and one whose
+save was killed; a complete checkpoint, and one that a second save of the same step is overwriting. And it distinguishes
 a commit that was killed before the pointers moved from pointers that somebody moved back on purpose.
 """
 
@@ -28,7 +28,7 @@ class Marker:
 
     iteration: int
     tag: str
-    #: the save; its state and manifest will have the same, 16 hex digits.
+    #: the id of the save, also in its state and manifest, 16 hex digits.
     save_id: str
     #: the run, 16 hex digits.
     run: str
@@ -37,7 +37,7 @@ class Marker:
     #: which pointers this save will move.
     latest: bool
     tracker: bool
-    #: of the machines that write it (`system.boot_id`); empty: not known.
+    #: boots of the machines that write it (`system.boot_id`); empty: unknown.
     boots: tuple[str, ...] = ()
 
     @classmethod
@@ -56,7 +56,7 @@ class Marker:
 
     @property
     def is_safe(self) -> bool:
-        """Whether what was written is on the disk, or in the memory of machines that are all up since."""
+        """Whether what was written is on the disk, or in the memory of machines that have all been up since."""
         return not self.boots or boots_up().issuperset(self.boots)
 
     def to_bytes(self) -> bytes:
@@ -74,7 +74,7 @@ def read_marker(path: Path) -> Marker | None:
 
     Raises:
         CheckpointError: damaged.
-        NewerFormatError: of a newer version.
+        NewerFormatError: it has a newer version.
     """
     if not path.exists():
         return None
@@ -91,7 +91,7 @@ def read_marker(path: Path) -> Marker | None:
 def remove_marker(path: Path) -> None:
     """Remove a marker; no error if there is none. Raises CheckpointError.
 
-    Not made durable: one that a power cut brings back beside its own manifest changes nothing.
+    Not made durable: if a power cut brings it back beside its own manifest, that changes nothing.
     """
     try:
         os.unlink(path)

@@ -1,10 +1,10 @@
-"""The two pointer files, which name a checkpoint to us and to every other program that reads the directory.
+"""The two pointer files, which name a checkpoint, for us and for any other program that reads the directory.
 
     latest                                  DeepSpeed's: the name of a tag directory
     latest_checkpointed_iteration.txt       Megatron's, the tracker: an iteration, or the word ``release``
 
-DeepSpeed writes its own before the other ranks are done, and both upstreams write in place, so a kill leaves an
-empty file. Reading is therefore tolerant: it says what is there and what is wrong with it, and never raises.
+DeepSpeed writes its pointer before the other ranks are done, and both programs write in place, so that a kill leaves an
+empty file. So reading is tolerant: it returns what is there and what is wrong with it, and never raises.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from megaresume.stream.errors import UsageError
 
 PointerName = Literal["latest", "latest_checkpointed_iteration.txt"]
 
-#: bytes; a pointer holds one short name, more is garbage.
+#: bytes; a pointer has one short name, anything longer is garbage.
 _MAX_BYTES = 4096
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pointer:
-    """What one pointer file says."""
+    """The content of a pointer file."""
 
     name: PointerName
     status: Literal["ok", "absent", "empty", "garbled", "release", "dangling", "unreadable"]
     #: the content of the file, shortened for display; None if there is no file.
     text: str | None = None
-    #: the tag that it names: a directory that exists where ``status`` is ok or release.
+    #: the tag that it names: an existing directory if ``status`` is ok or release.
     tag: str | None = None
-    #: the iteration that it names, if that is known without opening anything.
+    #: the iteration that it names, if known without opening anything.
     iteration: int | None = None
 
     @property
@@ -54,7 +54,7 @@ class Pointer:
 
 
 def read_pointer(root: Path, name: PointerName) -> Pointer:
-    """Read one pointer and look whether what it names exists. Never raises."""
+    """Read one pointer and check whether the directory that it names exists. Never raises."""
     try:
         with open_file(root / name) as file:
             data = file.read(_MAX_BYTES)
@@ -90,7 +90,7 @@ def _read_tracker(root: Path, text: str, shown: str) -> Pointer:
         return Pointer(name=TRACKER, status="garbled", text=shown)
     iteration = int(text)
     tag = next((tag for tag in usual_tags(iteration) if (root / tag).is_dir()), None)
-    # An iteration may also be that of a custom tag: `resolve_pointer` says whether it dangles.
+    # The iteration may belong to a custom tag: `resolve_pointer` finds out whether it dangles.
     return Pointer(
         name=TRACKER, status="ok" if tag is not None else "dangling", text=shown, tag=tag, iteration=iteration
     )

@@ -1,10 +1,10 @@
-"""How far a run has come between two saves: one small record, replaced every N steps, which outlives the machine.
+"""The position of a run between two saves: one small record, replaced every N steps, which survives the machine.
 
     every N steps   rank 0, in a thread: step, samples, digest -> <save>/megaresume/position.json -> the copies
-    the next start  its line in the ledger says what the process before it had reached (`reached`)
+    the next start  its ledger line has what the process before it had reached (`reached`)
 
-It tells `top`, `report` and goodput which steps were done and lost. No start takes anything from it: what is loaded is
-a complete checkpoint.
+It shows `top`, `report` and goodput which steps were done and lost. No start uses it: only a complete checkpoint is
+loaded.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ FORMAT, VERSION = "megaresume.position", 1
 
 log = logging.getLogger(__name__)
 
-#: seconds between two copies, at least; that the end of a run waits for the last one.
+#: least seconds between two copies; most seconds that the end of a run waits for the last one.
 GAP, JOIN_SECONDS = 1.0, 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """Where a process stood."""
+    """The position of a process."""
 
     run: str
-    #: starts of the run, that of this process included.
+    #: number of starts of the run, including that of this process.
     start: int
     iteration: int
     samples: int
-    #: of the samples, 16 hex digits; None: the order is not megaresume's.
+    #: digest of the samples, 16 hex digits; None: the order is not megaresume's.
     digest: str | None
     #: UTC.
     time: str
@@ -56,7 +56,7 @@ class Position:
 
 
 def position_path(root: Path) -> Path:
-    """Where it is."""
+    """The path of the record."""
     return records_dir(root) / "position.json"
 
 
@@ -78,7 +78,7 @@ def read_position(root: Path) -> Position | None:
 
 
 def write_position(root: Path, data: bytes) -> None:
-    """Replace it. Not forced to the disk, which a kill does not ask for. Raises OSError."""
+    """Replace the record. Not forced to the disk, which a kill does not require. Raises OSError."""
     path = position_path(root)
     draft = path.with_name(leftover_name(path.name))
     draft.write_bytes(data)
@@ -86,7 +86,7 @@ def write_position(root: Path, data: bytes) -> None:
 
 
 def share_position(source: Path, target: Path) -> None:
-    """Let one root know what the other does, if that is newer."""
+    """Copy the position from one root to another, if it is newer."""
     ours, theirs = read_position(target), read_position(source)
     if theirs is not None and (ours is None or (ours.start, ours.time) < (theirs.start, theirs.time)):
         with contextlib.suppress(OSError):
@@ -95,8 +95,9 @@ def share_position(source: Path, target: Path) -> None:
 
 
 def reached(root: Path) -> dict[str, Any] | None:
-    """What the process before this start had reached, for the line of this start in the ledger, which is not there yet;
-    None if that is not known. Raises StateError: the ledger cannot be read."""
+    """What the process before this start had reached, for this start's ledger line, which is not yet written; None if
+    unknown. Raises StateError: the ledger cannot be read.
+    """
     position = read_position(root)
     if position is None:
         return None
@@ -109,14 +110,14 @@ def reached(root: Path) -> dict[str, Any] | None:
 
 
 class Positions:
-    """Notes the position of this process. On rank 0.
+    """Records the position of this process. On rank 0.
 
     Args:
         root: where the run saves.
-        every: steps.
+        every: steps between records.
         run, start: see `Position`.
-        digest: of so many samples.
-        send: puts the record where the copies go; None: there are none.
+        digest: returns the digest of this many samples.
+        send: copies the record to the copies' storage; None: there are no copies.
     """
 
     def __init__(
@@ -132,21 +133,21 @@ class Positions:
         self.root, self.every, self._run_id, self._start = root, every, run, start
         self._digest, self._send = digest, send
         self._changed = threading.Condition()
-        #: (steps, samples, seconds since 1970) that are not written yet.
+        #: (steps, samples, seconds since 1970) not written yet.
         self._newest: tuple[int, int, float] | None = None
         self._closing = self._said = False
         self._thread = threading.Thread(target=self._run, name="megaresume-position", daemon=True)
         self._thread.start()
 
     def note(self, step: int, samples: Callable[[], int]) -> None:
-        """So many steps are made. Returns at once."""
+        """Note the number of steps done. Returns at once."""
         if step % self.every == 0:
             with self._changed:
                 self._newest = step, samples(), time.time()
                 self._changed.notify()
 
     def close(self) -> None:
-        """Write the last one, for a limited time."""
+        """Write the last position, in limited time."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -191,7 +192,7 @@ class Positions:
 
 
 def reached_of(details: Mapping[str, Any]) -> tuple[int, int, str, int] | None:
-    """(steps, samples, time, every) of the process before a start, from the start's line; None if the line has none."""
+    """(steps, samples, time, every) of the process before a start, from the start's line; None if it has none."""
     told = details.get("reached")
     try:
         return int(told["iteration"]), int(told["samples"]), str(told["time"]), int(told["every"])  # type: ignore[index]

@@ -1,18 +1,18 @@
-"""The ledger of prompts: what became of every ordinal of a run, one line for every state that was taken.
+"""The ledger of prompts: what happened to every ordinal of a run, one line for each state that was taken.
 
     {"format": "megaresume.prompts", "version": 1, "id": "9f..", "parent": "3c..", "step": 20, "next": 180, "open": 12,
      "trained": {"19": "120:126 128", "20": "127 129:133"}, "dropped": {"stale": "118"}, "staleness": {"0": 40, "1": 8},
      "checksum": "..."}
 
-A line says what was settled since its parent, and a state names its line. So the past of a checkpoint is its line and
-the parents of it; a line that no such path goes through is of a part of the run that a crash threw away. Each ordinal
-below ``next`` is at one place of a path, trained at a step or dropped for a reason, or one of the ``open`` in flight.
-``staleness``: rollouts that were trained, by how many versions the weights were newer than those that made them.
+A line has what was settled since its parent, and a state names its line. So the past of a checkpoint is its line and
+that line's ancestors; other lines belong to a part of the run that a crash threw away. Each ordinal below ``next`` is
+at one place of a path, trained at a step or dropped for a reason, or one of the ``open`` in flight. ``staleness``:
+trained rollouts, by how many versions newer the weights were than those that made them.
 
-A run that went on for a while without a ledger can be given one: its first line says in ``before`` which ordinals were
-settled by then, of which nothing else is known.
+A ledger can be added to a run that had none: its first line has in ``before`` which ordinals were settled by then,
+about which nothing else is known.
 
-The line is on the disk before the state is handed out: no checkpoint names one that is missing.
+The line is on the disk before the state is handed out: no checkpoint names a missing one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megaresume.stream.state import is_version
 FORMAT, VERSION = "megaresume.prompts", 1
 #: its name, in the directory of a run.
 PROMPTS = "prompts.jsonl"
-#: the file of their state in a checkpoint's directory, under trainers that write it there.
+#: the file with the prompts' state in a checkpoint's directory, under trainers that write it there.
 STATE = "prompts.json"
 
 
@@ -45,15 +45,15 @@ class PromptLine:
     """What was settled between two states."""
 
     id: str
-    #: the line of the state before; None: the run began.
+    #: the line of the state before; None: the start of the run.
     parent: str | None
-    #: the last step that trained, the next ordinal, and how many below it are in flight.
+    #: the last trained step, the next ordinal, and how many below it are in flight.
     step: int
     next: int
     open: int
     trained: Mapping[int, Sequence[int]] = field(default_factory=dict)
     dropped: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    #: rollouts that were trained, by versions of the weights.
+    #: trained rollouts, by versions of the weights.
     staleness: Mapping[int, int] = field(default_factory=dict)
     #: what was settled before the ledger began: ranges, ascending.
     before: Sequence[tuple[int, int]] = ()
@@ -86,7 +86,7 @@ def _ranges_text(ranges: Iterable[tuple[int, int]]) -> str:
 
 
 def from_text(text: str) -> Iterator[int]:
-    """The ordinals again. Raises ValueError: these are no ranges."""
+    """The ordinals in ranges. Raises ValueError: these are not ranges."""
     for first, stop in _ranges(text):
         yield from range(first, stop)
 
@@ -98,13 +98,13 @@ def _ranges(text: str) -> Iterator[tuple[int, int]]:
 
 
 class PromptLedger:
-    """Written by one process.
+    """The ledger of prompts, written by one process.
 
     Args:
-        path: of the file; made when it is first written.
+        path: of the file; created at the first write.
 
     Raises:
-        UsageError: it is a directory, which the first save would find out; or a URL.
+        UsageError: it is a directory, which would otherwise only fail at the first save; or a URL.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -126,14 +126,14 @@ class PromptLedger:
         self.path = path
         #: the line of the last state that was taken or loaded.
         self.id: str | None = None
-        #: that of a ledger which begins in the middle of a run, until it is written.
+        #: the first line of a ledger that begins in the middle of a run, until it is written.
         self._first: PromptLine | None = None
 
     def append(self, **fields: Any) -> str:
-        """Add the line of a state that is about to be handed out: its id. On the disk when this returns.
+        """Add the line of a state that is about to be handed out; returns its id. On the disk when this returns.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: it cannot be written.
         """
         lines = [] if self._first is None else [self._first]
         parent = lines[0].id if lines else self.id
@@ -143,10 +143,10 @@ class PromptLedger:
         return self.id
 
     def check_begins(self) -> None:
-        """A run may begin here: no prompt in the ledger was settled. Lines of nothing, or a torn one, are no harm.
+        """Check that a run may begin here: no prompt in the ledger was settled. Empty or torn lines do not matter.
 
         Raises:
-            StateError: some were, and would be trained again.
+            StateError: some were settled, and would be trained again.
         """
         lines = [line for line in PromptHistory.read(self.path).lines.values() if line.trained or line.dropped]
         if lines:
@@ -160,10 +160,10 @@ class PromptLedger:
             )
 
     def check_has(self, state_id: str) -> None:
-        """The ledger has the line of a state, and every line that leads there.
+        """Check that the ledger has the line of a state, and all lines that lead to it.
 
         Raises:
-            StateError: it has not.
+            StateError: one is missing.
         """
         history = PromptHistory.read(self.path)
         if state_id not in history.lines and not history.problems:
@@ -177,8 +177,8 @@ class PromptLedger:
         history.path_to(state_id)
 
     def go_on_from(self, state_id: str | None, *, step: int, next: int, open: Collection[int]) -> None:
-        """Continue from a state. From one that was taken without a ledger, begin in the middle of the run: that line is
-        on the disk with the next one.
+        """Continue from a state. If it was taken without a ledger, begin in the middle of the run: that line is written
+        with the next one.
 
         Args:
             state_id: see `check_has`; None: there was no ledger.
@@ -197,11 +197,11 @@ class PromptLedger:
 
 @dataclass(frozen=True, slots=True)
 class PromptHistory:
-    """What a ledger says.
+    """The content of a ledger of prompts.
 
     Args:
-        lines: by their ids, in the order of the file.
-        problems: lines that cannot be used, in words.
+        lines: id -> line, in the order of the file.
+        problems: unusable lines, in words.
     """
 
     lines: Mapping[str, PromptLine]
@@ -209,11 +209,11 @@ class PromptHistory:
 
     @classmethod
     def read(cls, path: Path) -> PromptHistory:
-        """Every line that can be read; a missing ledger has none.
+        """Read every readable line; a missing ledger has none.
 
         Raises:
             StateError: it cannot be read at all.
-            NewerFormatError: a line is of a newer version.
+            NewerFormatError: a line has a newer version.
         """
         try:
             data = read_file(path)
@@ -241,10 +241,10 @@ class PromptHistory:
         return next(reversed(list(self.lines)), None)
 
     def path_to(self, state_id: str) -> list[PromptLine]:
-        """The lines that lead to a state, from the beginning of the run.
+        """The lines that lead to a state, from the start of the run.
 
         Raises:
-            StateError: one of them is missing.
+            StateError: one is missing.
         """
         path: list[PromptLine] = []
         wanted: str | None = state_id
@@ -264,7 +264,7 @@ class PromptHistory:
         return path[::-1]
 
     def fates(self, state_id: str) -> Fates:
-        """What became of every ordinal before a state.
+        """What happened to every ordinal before a state.
 
         Raises:
             StateError: a line is missing.
@@ -273,10 +273,10 @@ class PromptHistory:
 
 
 class Fates:
-    """What became of every ordinal before a state: trained at a step, dropped for a reason, or in flight.
+    """What happened to every ordinal before a state: trained at a step, dropped for a reason, or in flight.
 
     Args:
-        path: the lines that lead there.
+        path: the lines that lead to the state.
     """
 
     def __init__(self, path: Sequence[PromptLine]) -> None:
@@ -285,11 +285,11 @@ class Fates:
         self.trained: dict[int, int] = {}
         self.dropped: dict[int, str] = {}
         self._before = path[0].before
-        #: how many were settled before the ledger began.
+        #: number settled before the ledger began.
         self.before = sum(stop - first for first, stop in self._before)
-        #: rollouts that were trained, by how many versions the weights were newer.
+        #: trained rollouts, by how many versions newer the weights were.
         self.staleness: Counter[int] = Counter()
-        #: what cannot be, in words.
+        #: contradictions, in words.
         self.problems: list[str] = []
         for line in path:
             self.staleness.update(line.staleness)
@@ -314,7 +314,7 @@ class Fates:
             self.problems.append(f"prompt {ordinal} is {now}, and was never issued")
 
     def of(self, ordinal: int) -> str:
-        """In words."""
+        """What happened to an ordinal, in words."""
         if ordinal in self.trained:
             return f"trained at step {self.trained[ordinal]}"
         if ordinal in self.dropped:
@@ -324,7 +324,7 @@ class Fates:
         return "in flight" if ordinal < self.next else "not issued"
 
     def in_flight(self) -> Iterator[int]:
-        """The ordinals that are."""
+        """The ordinals in flight."""
         after = pairwise([(0, 0), *self._before, (self.next, self.next)])
         later = chain.from_iterable(range(stop, first) for (_, stop), (first, _) in after)
         return (k for k in later if k not in self.trained and k not in self.dropped)

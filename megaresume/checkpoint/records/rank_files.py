@@ -1,13 +1,13 @@
 """Files that every rank adds to a checkpoint, in a directory of the step in ``<save>/megaresume``.
 
     step_0000010.random/rank_00000.json    random state of rank 0 (`megaresume.checkpoint.random_state`)
-    step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, where the run has a loader of its own
+    step_0000010.loader/rank_00000.pkl     state of data-parallel rank 0's loader, if the run has a third-party one
 
-They are written before the commit (`megaresume.checkpoint.saver`), and the manifest names them with size and checksum:
+They are written before the commit (`megaresume.checkpoint.saver`), and the manifest lists them with size and checksum:
 they are part of the checkpoint. Their kinds are in a table of `megaresume.checkpoint.records.names`.
 
-Those of loaders are pickles, because their libraries' states are; trusted like the weights, and opened by a resume
-alone.
+Those of loaders are pickles, because their libraries' states are; trusted like the weights, and only opened by a
+resume.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from megaresume.stream.errors import StateError
 
 
 def write_rank_file(root: Path, path: str, data: bytes) -> FileEntry:
-    """Write one rank's file, atomically and durably; what the manifest says of it.
+    """Write one rank's file, atomically and durably; returns its entry for the manifest.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: it cannot be written.
     """
     make_dir((records_dir(root) / path).parent)
     write_atomic(records_dir(root) / path, data)
@@ -48,7 +48,7 @@ def read_rank_file(root: Path, entry: FileEntry) -> bytes:
     """Read one rank's file.
 
     Raises:
-        StateError: it is missing, or is not the one that was saved; the rank is named.
+        StateError: it is missing, or differs from what was saved; names the rank.
     """
     path = records_dir(root) / entry.path
     inspect = f"megaresume inspect {root} shows which checkpoints are whole; load one of those"
@@ -81,7 +81,7 @@ def ranks_of(entries: Iterable[FileEntry], kind: RankFileKind) -> dict[int, File
 
 
 def random_digest(manifest: Manifest) -> tuple[int, str] | None:
-    """Ranks whose random state a checkpoint holds, and 16 hex digits over all of it; None if it holds none."""
+    """Number of ranks with random state in a checkpoint, and 16 hex digits over all of it; None if there is none."""
     ranks = ranks_of(manifest.beside, "random")
     if not ranks:
         return None
@@ -90,9 +90,9 @@ def random_digest(manifest: Manifest) -> tuple[int, str] | None:
 
 
 def remove_orphans(root: Path) -> None:
-    """Delete the files of checkpoints whose tag directory is gone: without weights they are of no use.
+    """Delete the files of checkpoints whose tag directory is gone: they are useless without weights.
 
-    Not those of a save that is in progress, whose tag directory may come later.
+    Except those of a save in progress, whose tag directory may not exist yet.
     """
     try:
         names = os.listdir(records_dir(root))

@@ -1,22 +1,22 @@
-"""What every rank trained, step by step, as it writes it down itself: the log of ranks. `read_rank_steps` reads it.
+"""The log of ranks: what every rank trained in each step, as recorded by itself. `read_rank_steps` reads it.
 
     <DIR>/rank_00003.jsonl
       {"event": "start", "launch": 17636…, "step": 10, "samples": 80, "dp_rank": 3, "dp": 4, "micro_batch_size": 2, ...}
       {"event": "step", "step": 11, "samples": [[86, 88], [94, 96]], "order": "9f…", "content": "17…",
        "masks": true, "seen": true}
 
-Where replicas leave and join during the run, ``launch`` is of those who train together: the first of them says
-it, and it grows whenever they are others. Their steps are dealt out evenly (``"dealt": "evenly"``), and have a line
-``vote`` before it is decided whether they count; a step counts if one of them has written its line ``step``.
+With replicas that leave and join during the run, ``launch`` identifies those that train together: the first of them
+determines it, and it grows whenever the members change. Their steps are dealt out evenly (``"dealt": "evenly"``), and
+have a line ``vote`` before it is decided whether they count; a step counts if one of them has written its line
+``step``.
 
-``content`` is of tokens and pixels and, with ``masks``, of which labels count.
+``content`` covers tokens and pixels and, with ``masks``, which labels are trained.
 
-Every process that is handed data writes a file of its own: no rank waits for another one, no collective is added to a
-step. ``seen``: these are the samples that the model's own forward was given
-(`megaresume.hosts.deepspeed.engine_data`), and not only those that were handed out. A line is one append, of some 150
-bytes, after its step (under Megatron: once the last micro-batch of the step was handed out); SIGKILL loses nothing that
-was appended, and a line that a dying machine cut short is closed off by the next start and passed over. Lines are
-sealed: what was damaged later is known as such.
+Every process that gets data writes its own file: no rank waits for another, and no collective is added to a step.
+``seen``: the model's own forward was given these samples (`megaresume.hosts.deepspeed.engine_data`); otherwise they
+were only handed out. A line is one append of about 150 bytes, after its step (under Megatron: once the last micro-batch
+of the step was handed out); SIGKILL loses nothing that was appended, and a line truncated by a dying machine is closed
+off by the next start and skipped. Lines are sealed, so that later damage is detected.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def hash_rows(
     images: Iterable[tuple[int, npt.NDArray[Any]]] = (),
     loss_mask: npt.NDArray[Any] | None = None,
 ) -> npt.NDArray[np.uint64]:
-    """What each sample holds.
+    """A hash of the content of each sample.
 
     Args:
-        tokens: integers[m, S], padding included.
+        tokens: integers[m, S], including padding.
         images: (row of the sample, float32 pixels) of every image, in the order of their tokens.
-        loss_mask: float32[m, S], which labels count; None if it is not looked at.
+        loss_mask: float32[m, S], which labels are trained; None to leave it out.
 
     Returns:
-        uint64[m]: xxh3_64 of each row, as int64 little-endian, and of its pixels and its mask after that.
+        uint64[m]: xxh3_64 of each row as little-endian int64, followed by its pixels and its mask.
     """
     hashers = [xxhash.xxh3_64(row.data) for row in np.ascontiguousarray(tokens, dtype="<i8")]
     for row, pixels in images:
@@ -74,7 +74,7 @@ def hash_samples(values: npt.NDArray[np.uint64]) -> str:
 
 
 def images_of(batch: Mapping[str, Any]) -> list[tuple[int, npt.NDArray[Any]]]:
-    """(row, pixels) of the images of a `megaresume.batches.batch.Batch`; none where its blend has no images."""
+    """(row, pixels) of the images in a `megaresume.batches.batch.Batch`; empty if its blend has no images."""
     if "pixel_values" not in batch:
         return []
     parts = batch["pixel_values"].split(batch["num_tiles"].tolist())
@@ -83,19 +83,19 @@ def images_of(batch: Mapping[str, Any]) -> list[tuple[int, npt.NDArray[Any]]]:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """A micro-batch of m samples, as the log has it."""
+    """A micro-batch of m samples, as it is logged."""
 
-    #: int64[m]: numbers in the stream.
+    #: int64[m]: sample numbers in the stream.
     samples: Int64Array
-    #: uint64[m] each: identities, and what they hold (`hash_rows`).
+    #: uint64[m] each: identities, and contents (`hash_rows`).
     hashes: npt.NDArray[np.uint64]
     contents: npt.NDArray[np.uint64]
-    #: whether these tell which labels count.
+    #: whether the latter include which labels are trained.
     masks: bool = False
 
 
 def noted(batch: Mapping[str, Any]) -> Noted:
-    """Of a `megaresume.batches.batch.Batch`, before anybody changes it."""
+    """The log entry for a `megaresume.batches.batch.Batch`, taken before anything changes it."""
     loss_mask = batch.get("loss_mask")
     return Noted(
         np.array(batch["samples"].numpy(), np.int64),
@@ -109,10 +109,10 @@ class RankLog:
     """The file of one process.
 
     Args:
-        directory: of the run's logs; created if need be. In a replay, one beside the run in its place.
+        directory: for the run's logs; created if necessary. In a replay, a directory outside the run replaces it.
         rank: number of the process in the job.
-        launch: the same number on every rank, greater at every start of the run: `time.time_ns` on rank 0.
-        chunk: of a virtual pipeline, if there is more than one in a process.
+        launch: the same number on every rank, increasing with every start of the run: `time.time_ns` on rank 0.
+        chunk: of a virtual pipeline, if a process has several.
 
     Raises:
         SetupError: it cannot be written.
@@ -128,7 +128,7 @@ class RankLog:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
             if is_torn(self._file):
-                os.write(self._file, b"\n")  # closes off a line that a dying machine cut short
+                os.write(self._file, b"\n")  # closes off a line truncated by a dying machine
         except OSError as error:
             raise SetupError(
                 f"cannot write the log of samples {self._path}",
@@ -150,17 +150,17 @@ class RankLog:
         balance: Balance | None = None,
         launch: int | None = None,
     ) -> None:
-        """Note where this process resumes, and what it will be handed.
+        """Record where this process resumes, and what it will be handed.
 
         Args:
             step: optimizer steps done.
-            samples: trained.
-            dp_rank, dp: place among the data-parallel ranks.
-            micro_batch_size: samples.
-            pad_id: token at places without a document.
+            samples: samples trained.
+            dp_rank, dp: its number among the data-parallel ranks, and how many there are.
+            micro_batch_size: in samples.
+            pad_id: token at positions without a document.
             digest: of the samples trained.
             balance: how the samples of a step are dealt to the ranks.
-            launch: of those who train together, if replicas leave and join; None: that of this process.
+            launch: id of those that train together, if replicas leave and join; None: that of this process.
         """
         self._batches = []
         layout: dict[str, Any] = {"dp_rank": dp_rank, "dp": dp, "micro_batch_size": micro_batch_size, "pad_id": pad_id}
@@ -179,10 +179,10 @@ class RankLog:
         images: Iterable[tuple[int, npt.NDArray[Any]]] = (),
         loss_mask: npt.NDArray[Any] | None = None,
     ) -> None:
-        """Note a micro-batch that is handed out.
+        """Record a micro-batch that is handed out.
 
         Args:
-            samples: int64[m], numbers in the stream.
+            samples: int64[m], sample numbers in the stream.
             hashes: int64[m], the bits of the samples' identities.
             tokens: int64[m, S].
             images, loss_mask: see `hash_rows`.
@@ -192,20 +192,20 @@ class RankLog:
         self.add_noted(Noted(np.array(samples, np.int64), identities, contents, masks=loss_mask is not None))
 
     def add_noted(self, batch: Noted) -> None:
-        """Note what was noted before."""
+        """Add an entry from `noted`."""
         self._batches.append(batch)
 
     @property
     def noted(self) -> int:
-        """Samples noted since the last line."""
+        """Number of samples recorded since the last line."""
         return sum(len(batch.samples) for batch in self._batches)
 
     def end_step(self, step: int, *, seen: bool = False) -> None:
-        """Write the line of a step: all micro-batches since the last one.
+        """Write the line of a step: all micro-batches since the last line.
 
         Args:
             step: its number.
-            seen: whether the model's own forward was seen to get them, in this order; else as they were handed out.
+            seen: whether the model's own forward was seen to get them, in this order; otherwise they were handed out.
         """
         if not self._batches:
             return
@@ -223,19 +223,19 @@ class RankLog:
         self._write(fields)
 
     def note_planned(self, event: Literal["vote", "step"], step: int, samples: Int64Array, hashes: Any) -> None:
-        """Write a line of a step, by what was planned for this process.
+        """Write a line of a step, from this process's plan.
 
         Args:
             event: ``vote``: trained, and not yet decided; ``step``: it counts.
             step: its number.
-            samples: int64[m], numbers in the stream, m > 0.
+            samples: int64[m], sample numbers in the stream, m > 0.
             hashes: uint64[m], their identities.
         """
         fields = {"samples": ranges_of(samples), "order": hash_samples(hashes), "masks": False, "seen": False}
         self._write({"event": event, "step": step} | fields)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Close the file."""
         os.close(self._file)
 
     def _write(self, fields: dict[str, Any]) -> None:

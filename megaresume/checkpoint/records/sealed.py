@@ -1,11 +1,10 @@
-"""Sealed JSON, the one form of all records that we write: an object whose last member is the checksum of every byte
-before it.
+"""Sealed JSON, the format of all our records: an object whose last member is the checksum of all bytes before it.
 
     {"format": "megaresume.step", "version": 1, ..., "checksum": "<xxh3_128 of all before this member, 32 hex>"}
 
-The seal is over bytes, not over parsed values: no flipped bit passes, and checking ten thousand ledger lines needs no
-second serialisation. **The seal itself is the same in every format version**, so that a damaged file is never
-mistaken for one of a newer version: a newer version stops a resume, damage walks back to an older checkpoint.
+The seal covers bytes, not parsed values: no flipped bit passes, and checking ten thousand ledger lines needs no second
+serialisation. **The seal itself is the same in every format version**, so that a damaged file is never mistaken for one
+of a newer version: a newer version stops a resume, damage falls back to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from megaresume.stream.state import is_version
 
 T = TypeVar("T")
 
-#: The tail is matched from its start, so that the search is linear whatever the file holds.
+#: The tail is matched from its start, so that the search is linear for any content.
 _SEAL = re.compile(rb',\s*"checksum":\s*"([0-9a-f]{32})"\s*\}\s*')
 
-#: How a sealed object ends, whatever became of its checksum.
+#: The end of a sealed object, even if its checksum is damaged.
 _END = re.compile(rb'"\s*\}\s*\Z')
 
 _SEAL_START = b'"checksum"'
 
 
 class SealError(ValueError):
-    """Bytes that are not an intact sealed object; the message is the rest of a sentence about the file."""
+    """Raised for bytes that are not an intact sealed object; the message is the rest of a sentence about the file."""
 
     def __init__(self, message: str, *, cut: bool = False) -> None:
         super().__init__(message)
-        #: the end is missing, as a killed writer leaves it.
+        #: the end is missing, as after a killed write.
         self.cut = cut
 
 
@@ -49,7 +48,7 @@ def _dumps(value: object) -> str:
 
 
 def _spread(value: object, depth: int, indent: str = "") -> str:
-    """JSON with one member per line down to ``depth``, compact below: readable, yet not a line per integer."""
+    """JSON with one member per line down to ``depth``, compact below: readable, but without a line per integer."""
     if depth == 0 or not isinstance(value, (dict, list)) or not value:
         return _dumps(value)
     inner = indent + "  "
@@ -67,7 +66,7 @@ def seal(fields: Mapping[str, Any], *, depth: int = 0) -> bytes:
 
     Args:
         fields: plain JSON values, not empty, without a member ``checksum``.
-        depth: levels that are written one member a line; 0 gives a single line. Ends with a newline.
+        depth: levels that are written with one member per line; 0 gives a single line. Ends with a newline.
     """
     if not fields or "checksum" in fields:
         raise ValueError("sealed fields must not be empty or have a member named checksum")
@@ -81,10 +80,10 @@ def unseal(data: bytes) -> dict[str, Any]:
     """Check and parse a sealed object.
 
     Returns:
-        its members, ``checksum`` included.
+        its members, including ``checksum``.
 
     Raises:
-        SealError: empty, cut short, or damaged.
+        SealError: empty, truncated, or damaged.
     """
     if not data.strip():
         raise SealError("is empty" if not data else "holds nothing but white space")
@@ -115,14 +114,14 @@ def read_sealed(
 
     Args:
         path: the file.
-        what: the words for it in errors: "the data state", "the manifest".
+        what: its name in errors: "the data state", "the manifest".
         format_name: the ``format`` member that it must have.
         version: the newest version that this code reads.
         error: the class to raise.
 
     Raises:
-        error: missing, unreadable, empty, cut short, damaged, or another kind of file; each says so.
-        NewerFormatError: intact, and of a later version.
+        error: missing, unreadable, empty, truncated, damaged, or another kind of file; each with its own text.
+        NewerFormatError: intact, but with a later version.
     """
     try:
         data = read_file(path)
@@ -161,10 +160,10 @@ def read_record(
     version: int,
     error: type[MegaresumeError],
 ) -> T:
-    """What ``make`` builds of the members of a sealed file: see `read_sealed`.
+    """The result of ``make`` for the members of a sealed file: see `read_sealed`.
 
     Raises:
-        error: also if a member is missing or of the wrong kind, for which ``make`` raises KeyError, TypeError,
+        error: also if a member is missing or has the wrong type, for which ``make`` raises KeyError, TypeError,
             ValueError or AttributeError.
     """
     fields = read_sealed(path, what=what, format_name=format_name, version=version, error=error)
@@ -180,42 +179,42 @@ def read_record(
 
 
 def count(value: object) -> int:
-    """The value, if it is an integer from 0 on, of 64 bits at most; else ValueError."""
+    """The value, if it is a non-negative integer of at most 64 bits; otherwise ValueError."""
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"{value!r:.80} is not a count")
     return value
 
 
 def text(value: object) -> str:
-    """The value, if it is text without control characters; else ValueError."""
+    """The value, if it is text without control characters; otherwise ValueError."""
     if not isinstance(value, str) or not (value.isprintable() or visible(value) == value):
         raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
 def rows(value: object) -> list[Any]:
-    """The value, if it is a list; else ValueError."""
+    """The value, if it is a list; otherwise ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"{value!r:.80} is not a list")
     return value
 
 
 def flag(value: object) -> bool:
-    """The value, if it is true or false; else ValueError."""
+    """The value, if it is true or false; otherwise ValueError."""
     if not isinstance(value, bool):
         raise ValueError(f"{value!r} is neither true nor false")
     return value
 
 
 def members(value: object) -> dict[str, Any]:
-    """The value, if it is an object; else ValueError."""
+    """The value, if it is an object; otherwise ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{value!r:.80} is not an object")
     return value
 
 
 def texts(value: object) -> tuple[str, ...]:
-    """The value, if it is a list of texts; else ValueError."""
+    """The value, if it is a list of texts; otherwise ValueError."""
     return tuple(map(text, rows(value)))
 
 
@@ -228,18 +227,18 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def from_members(cls: type[T], found: Mapping[str, Any], /, **readers: Callable[[Any], Any]) -> T:
-    """A dataclass of the members of a record that have the names of its fields.
+    """A dataclass, from the members of a record that have the names of its fields.
 
     Args:
-        cls: a field is a count, a text, a flag or a tuple of texts, as its type says, or has one of ``readers``. One
-            that is added later needs a default, or older records cannot be read.
-        found: members that a later version added are passed over.
-        readers: by name of the field. Its member may not be missing, even if the field has a default: a caller that
-            reads older records passes ``{"name": default, **found}``. They raise ValueError or TypeError.
+        cls: a field is a count, a text, a flag or a tuple of texts, according to its type, or has one of ``readers``. A
+            field that is added later needs a default, or older records could not be read.
+        found: members that a later version added are ignored.
+        readers: by name of the field. Its member must not be missing, even if the field has a default: to read older
+            records, pass ``{"name": default, **found}``. They raise ValueError or TypeError.
 
     Raises:
-        KeyError, ValueError, TypeError: one is missing that has no default and may not be None, or of another kind.
-        NotImplementedError: a fault of the class: nothing reads a field of this type, or a reader has no field.
+        KeyError, ValueError, TypeError: a member is missing without a default or None allowed, or has another type.
+        NotImplementedError: a mistake in the class: nothing reads a field of this type, or a reader has no field.
     """
     _check_readers(cls, tuple(readers))  # type: ignore[arg-type]
     values: dict[str, Any] = {}
@@ -262,7 +261,7 @@ def from_members(cls: type[T], found: Mapping[str, Any], /, **readers: Callable[
 
 @functools.lru_cache(maxsize=64)
 def _check_readers(cls: Any, readers: tuple[str, ...]) -> None:
-    """Raise NotImplementedError for a fault of the class: it is not one of the errors that blame the file."""
+    """Raise NotImplementedError for a mistake in the class: not one of the errors that blame the file."""
     fields = _fields(cls)
     unread = [f"{name}: {kind}" for name, kind, *_ in fields if name not in readers and kind not in _READERS]
     unread += [f"a reader of {name}" for name in readers if name not in [field[0] for field in fields]]
@@ -275,7 +274,7 @@ def _check_readers(cls: Any, readers: tuple[str, ...]) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _fields(cls: Any) -> tuple[tuple[str, str, bool, bool], ...]:
-    """Of every field: name, type, whether it may be None, whether it has a default."""
+    """For every field: name, type, whether it may be None, whether it has a default."""
     missing = dataclasses.MISSING
     parts = [(field, *str(field.type).partition(" | ")) for field in dataclasses.fields(cls)]
     return tuple(

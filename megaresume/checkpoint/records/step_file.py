@@ -1,6 +1,6 @@
 """The step file, ``step_0000010.json``: the data state of one checkpoint, with its tag, its run and its topology.
 
-It lies beside the model files and is readable without unpickling anything.
+It is beside the model files and readable without unpickling anything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STEP_FORMAT, STEP_VERSION = "megaresume.step", 1
 
 
 def new_id() -> str:
-    """A new name for a run or a save: 16 hex digits."""
+    """A new id for a run or a save: 16 hex digits."""
     return os.urandom(8).hex()
 
 
@@ -37,23 +37,23 @@ class StepFile:
     tag: str
     #: the run that wrote it: the same for all checkpoints of one root, 16 hex digits.
     run: str
-    #: the save that wrote it: ties state, manifest and marker of one save together, 16 hex digits.
+    #: the save that wrote it: the same in its state, manifest and marker, 16 hex digits.
     save_id: str
     #: UTC, when the save began.
     saved_at: str
     topology: Topology
     state: DataState
-    #: what trained it, and its version: ``megatron-lm 0.16.1``.
+    #: the trainer and its version: ``megatron-lm 0.16.1``.
     framework: str = "unknown"
 
     @property
     def saved(self) -> Saved:
-        """Which save wrote it."""
+        """The save that wrote it."""
         return Saved(iteration=self.iteration, tag=self.tag, save_id=self.save_id)
 
     @property
     def stream(self) -> StreamState:
-        """The state, of a run on a stream. Raises StateError: see `stream_of`."""
+        """The state, for a run on a stream. Raises StateError: see `stream_of`."""
         return stream_of(self.state)
 
     @property
@@ -101,13 +101,13 @@ def read_step_file(
 
     Args:
         path: ``<save>/megaresume/step_0000010.json``.
-        iteration: what it must hold, as its name says; None: anything.
-        tag: the tag directory that it must belong to; None: anything.
-        run: the run that must have written it; None: anything.
+        iteration: expected, according to its name; None: any.
+        tag: expected tag directory; None: any.
+        run: expected; None: any.
 
     Raises:
-        StateError: missing, empty, cut short, damaged, of another kind, of another step or another run.
-        NewerFormatError: of a newer version (a StateError as well).
+        StateError: missing, empty, truncated, damaged, of another kind, of another step or another run.
+        NewerFormatError: it has a newer version (also a StateError).
     """
     what = "the data state"
     record = read_record(path, _record, what=what, format_name=STEP_FORMAT, version=STEP_VERSION, error=StateError)

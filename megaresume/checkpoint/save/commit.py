@@ -9,16 +9,16 @@
                     manifest, not durable     step_0000010.manifest.json    <- from here the checkpoint is complete
                     latest, tracker
                     ledger line
-                    marker removed            <- from here its commit is over
+                    marker removed            <- from here its commit is finished
     in the background (`durability`)
-                    every file forced to the disk, and its checksum taken, if the commit did not
-                    manifest, durable         step_0000010.manifest.json    <- from here a power cut does not lose it
+                    every file forced to the disk, and its checksum computed unless the commit did so
+                    manifest, durable         step_0000010.manifest.json    <- from here it survives a power cut
                     ledger line
                     the older save of the same step removed, old checkpoints pruned
 
-Each step is atomic and durable before the next begins. A kill between any two leaves either the checkpoint before or
-this one, never a mixture; `record_start` of the next run finishes a commit that was cut off after the manifest.
-State, manifest and pointers are written as the owner of the root alone can write them (`lock`).
+Each step is atomic and durable before the next begins. A kill between any two leaves either the previous checkpoint or
+this one, never a mixture; the next run's `record_start` finishes a commit that was interrupted after the manifest.
+State, manifest and pointers are written in a way that only the owner of the root can (`lock`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from megaresume.stream.errors import CheckpointError, UsageError, listed
 class PendingCheckpoint:
     """A save that has begun, with everything that will be written about it, as it was at that moment.
 
-    Plain values: it may be kept until an asynchronous save is done, or sent to the process that finishes it.
+    Only plain values: it may be kept until an asynchronous save is done, or sent to the process that finishes it.
     """
 
     #: the checkpoint root.
@@ -69,7 +69,7 @@ class PendingCheckpoint:
     record: StepFile
     #: which pointers the commit moves, and which machines write.
     marker: Marker
-    #: seconds since 1970, when the save began.
+    #: when the save began, in seconds since 1970.
     began: float
 
     @property
@@ -80,7 +80,7 @@ class PendingCheckpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Commit:
-    """What a commit changed."""
+    """The changes made by a commit."""
 
     record: StepFile
     manifest: Manifest
@@ -102,20 +102,20 @@ def begin_save(
 ) -> PendingCheckpoint:
     """Announce a save and capture its values. On rank 0, before any rank writes a model file.
 
-    If the tag directory exists already (the same step saved a second time), call `retention.make_room` first, and put a
-    barrier between this and the first write of any rank. Without it the checkpoint does not count from here on, and the
-    files that are there become part of this one.
+    If the tag directory already exists (the same step saved a second time), call `retention.make_room` first, and put a
+    barrier between this and the first write of any rank. Otherwise the checkpoint is invalid from here on, and the
+    existing files become part of this one.
 
     Args:
-        save_dir: the checkpoint root; created if need be.
+        save_dir: the checkpoint root; created if necessary.
         tag: name of the tag directory.
         iteration: optimizer steps done.
-        state: of the data as trained up to here.
-        framework: what trains, and its version.
-        topology: how the run is laid out.
+        state: of the data as trained so far.
+        framework: the trainer and its version.
+        topology: the layout of the run.
         latest: whether the commit moves DeepSpeed's ``latest``.
-        tracker: whether it moves Megatron's tracker. False where Megatron moves it itself.
-        boots: of the machines that will write it (`system.boot_id`); None: of this one alone.
+        tracker: whether it moves Megatron's tracker. False if Megatron moves it itself.
+        boots: of the machines that will write it (`system.boot_id`); None: only this one.
 
     Raises:
         UsageError: impossible tag or negative iteration.
@@ -161,19 +161,19 @@ def commit_save(
 ) -> Commit:
     """Commit a save. On rank 0, after the barrier that follows the last model file (or in the finalizer).
 
-    It is complete then, and not durable: see `durability`.
+    Then it is complete, but not yet durable: see `durability`.
 
     Args:
-        pending: what `begin_save` gave.
-        expected_files: files that must be there, relative to the tag directory; None: at least one that is not empty.
+        pending: the result of `begin_save`.
+        expected_files: files that must exist, relative to the tag directory; None: at least one that is not empty.
         beside: files of this save in ``<save>/megaresume``, with checksums; they are part of the checkpoint.
         origin: a data config that opens the same corpora again, for ``<save>/megaresume/data.yaml``.
         sum_bytes: checksum this many bytes now, the smallest files first; the rest later.
-        part: which node's files these are, if every node has a directory of its own: see `Manifest.part`.
+        part: the part of this node, if every node has its own directory: see `Manifest.part`.
 
     Raises:
-        CheckpointError: expected files are missing or empty (named; the pointers stay as they are), another save of
-            the same step has begun since, the root has another owner by now, or the disk refuses.
+        CheckpointError: expected files are missing or empty (names them; the pointers are unchanged), another save of
+            the same step has begun since, the root has another owner by now, or a write fails.
     """
     root, record = pending.save_dir, pending.record
     check_owned(root)
@@ -195,7 +195,7 @@ def commit_save(
         boots=pending.marker.boots,
         part=part,
     )
-    # One fsync of the directory for both: should a power cut lose only the state, the manifest tells.
+    # One fsync of the directory for both: if a power cut loses only the state, the manifest reveals it.
     write_step_file(step_path(root, record.iteration, record.tag), record)
     write_manifest(root, manifest)
     seconds = time.time() - pending.began
@@ -206,10 +206,10 @@ def commit_save(
 
 
 def join_save(pending: PendingCheckpoint) -> None:
-    """Announce a save in the directory of another node than rank 0's. By the rank that leads the node.
+    """Announce a save in the directory of another node than rank 0's. By the leading rank of the node.
 
     Args:
-        pending: what `begin_save` gave on rank 0, with the directory of this node and the boots of its machine.
+        pending: the result of `begin_save` on rank 0, with the directory of this node and the boots of its machine.
 
     Raises:
         CheckpointError: it cannot be written, or has another owner by now.
@@ -222,11 +222,11 @@ def join_save(pending: PendingCheckpoint) -> None:
 
 
 def abandon_save(root: Path, *, iteration: int, tag: str) -> None:
-    """Free what a failed save has taken, and put an older save of its step back. On rank 0, when no rank writes.
-    What is committed, or what Megatron's tracker names, stays: Megatron moves its tracker before our commit.
+    """Delete what a failed save has written, and restore an older save of its step. On rank 0, when no rank writes.
+    Keeps what is committed, or named by Megatron's tracker, which Megatron moves before our commit.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a write fails.
     """
     put_back(root)
     if manifest_path(root, iteration, tag).exists() or (
@@ -258,9 +258,9 @@ def publish(
         step: the state that was committed.
         manifest: its manifest.
         marker: of the save: which pointers to move.
-        seconds: that the save took; None if not known.
-        notes: to be kept in the ledger.
-        is_recorded: whether the ledger has its line already.
+        seconds: duration of the save; None if unknown.
+        notes: for the ledger.
+        is_recorded: whether the ledger already has its line.
     """
     if marker.latest:
         write_latest(root, record.tag)
@@ -305,7 +305,7 @@ def _check_not_overtaken(pending: PendingCheckpoint) -> None:
 
 
 def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, ...]:
-    """The files of the tag directory, or CheckpointError if one that is expected is missing or empty."""
+    """The files of the tag directory; raises CheckpointError if an expected one is missing or empty."""
     try:
         files = list_files(tag_dir)
     except (FileNotFoundError, NotADirectoryError):
@@ -335,7 +335,7 @@ def _with_checksums(tag_dir: Path, files: tuple[FileEntry, ...], most: int) -> t
             break
         try:
             sums[entry.path] = checksum_file(tag_dir / entry.path)
-        except OSError:  # tried again later, and reported then
+        except OSError:  # retried later, and reported then
             continue
     return tuple(replace(entry, checksum=sums.get(entry.path)) for entry in files)
 
@@ -367,10 +367,10 @@ _DATA_CONFIG = "# The data of this run, as it was last saved. Written by megares
 
 
 def write_data_config(root: Path, origin: Mapping[str, Any]) -> None:
-    """An ordinary data config: ``megaresume stream`` shows the run's samples. Written unless it says the same."""
+    """Write a normal data config, so that ``megaresume stream`` can show the run's samples; unless it is unchanged."""
     import yaml
 
-    # With libyaml's a fifth of the time: training waits for this, with thousands of sources for a second.
+    # libyaml takes a fifth of the time: training waits for this, with thousands of sources for a second.
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     path = data_path(root)
     content = (_DATA_CONFIG + yaml.dump(_plain(origin), Dumper=dumper, sort_keys=False, allow_unicode=True)).encode()
@@ -378,12 +378,12 @@ def write_data_config(root: Path, origin: Mapping[str, Any]) -> None:
         if path.read_bytes() == content:
             return
     except OSError:
-        pass  # missing, or unreadable: writing tells
+        pass  # missing, or unreadable: writing will show
     write_atomic(path, content)
 
 
 def _plain(value: Any) -> Any:
-    """A value without the aliases and classes that safe YAML cannot write."""
+    """A value without aliases and classes, which safe YAML cannot write."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,15 +1,14 @@
-"""`Durability`: complete checkpoints become durable while the training continues.
+"""`Durability`: makes complete checkpoints durable while the training continues.
 
-What a commit has left in the page cache is forced to the disks, and gets checksums
-(`megaresume.checkpoint.save.forcing`). The training does not wait for it: one thread for each machine does it, in its
-lowest rank.
+What a commit left in the page cache is forced to the disks, and gets checksums (`megaresume.checkpoint.save.forcing`).
+The training does not wait for it: on each machine, one thread in the lowest rank does it.
 
-    save     all ranks: which file is whose; each machine's thread is told            `Durability.submit`
-    thread   waits for the manifest, which an asynchronous save writes much later; then as there
-    close    waits for the thread, for a while; the end of the program does, too
+    save     all ranks: which file is whose; tell each machine's thread               `Durability.submit`
+    thread   waits for the manifest, which an asynchronous save writes much later; then as in `forcing`
+    close    waits for the thread, for a while; so does the end of the program
 
-The threads talk through files alone: a collective would meet those of the training. What can pass (a full disk under
-the records) is tried again, later and later; nothing here ends a training.
+The threads only communicate through files: a collective would interleave with those of the training. Errors that may
+pass (a full disk under the records) are retried after ever longer pauses; none ends a training.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: seconds between looks for what others write, and between tries, doubled each time.
+#: seconds between looks for what others write, and between retries, doubled each time.
 POLL, FIRST_PAUSE, LONGEST_PAUSE = 0.2, 1.0, 60.0
-#: seconds that the end of a run waits; that it does if an error ended it; and for a manifest that is not there yet.
+#: seconds that the end of a run waits; the same after an error; and for a manifest that does not exist yet.
 PATIENCE, PATIENCE_IN_ERROR, PATIENCE_FOR_COMMIT = 600.0, 20.0, 30.0
 
 
 class Machines:
-    """The machines of a job, by their boots; or one, if each has a directory of its own. Collective to make."""
+    """The machines of a job, by their boots; or only one, if each has its own directory. Creating it is collective."""
 
     def __init__(self, nodes: Nodes | None = None) -> None:
         boots = gather(system.boot_id())
@@ -68,9 +67,9 @@ class Machines:
             self.boots, self.of_rank = (system.boot_id(),), (0,) * len(boots)
             self.mine = 0 if nodes.leads else None
             return
-        #: of every machine, that of rank 0 first.
+        #: boot of every machine, rank 0's first.
         self.boots = tuple(dict.fromkeys(boots))
-        #: of every rank, the number of its machine.
+        #: machine number of every rank.
         self.of_rank = tuple(self.boots.index(boot) for boot in boots)
         #: this machine's number; None if another rank works for it.
         first = self.of_rank.index(self.of_rank[rank()]) == rank()
@@ -81,36 +80,37 @@ class Machines:
 class _Work:
     root: Path
     saved: Saved
-    #: this machine among all.
+    #: the number of this machine.
     machine: int
     machines: int
-    #: files by the machine that writes them; others may be anybody's.
+    #: file -> the machine that writes it; others may be anybody's.
     owners: Mapping[str, int]
     retention: Retention = KEEP_ALL
     #: what this machine has done; None: nothing.
     part: NodePart | None = None
-    #: since when nobody expects a manifest any more: a later save is committed, or the run ends; None if it may come.
+    #: since when no manifest is expected any more: a later save is committed, or the run ends; None if it may still
+    #: come.
     passed: float | None = None
-    #: whether the last try failed.
+    #: whether the last attempt failed.
     failed: bool = False
     #: files that could not be forced to the disk.
     lost: set[str] = field(default_factory=set)
 
     def paths(self, manifest: Manifest) -> Iterable[str]:
-        """What this machine has to do: its own files, and of those that are nobody's all of them, to be safe."""
+        """The files for this machine: its own, and, to be safe, all that have no known owner."""
         return [e.path for e in manifest.files if self.owners.get(e.path, self.machine) == self.machine]
 
     def all_checksums(self, parts: Iterable[NodePart | None]) -> dict[str, str | None]:
-        """The checksums of this machine and of the others."""
+        """The checksums computed by this machine and by the others."""
         known = [part.checksums for part in (self.part, *parts) if part is not None]
         return dict(chain.from_iterable(checksums.items() for checksums in known))
 
 
 class Durability:
-    """The thread that makes checkpoints durable, on the rank of each machine that has it; see above.
+    """The thread that makes checkpoints durable, on one rank of each machine.
 
     Args:
-        checksums: whether to take them.
+        checksums: whether to compute them.
     """
 
     def __init__(self, *, checksums: bool) -> None:
@@ -126,12 +126,12 @@ class Durability:
         """The machines of this job. Collective at the first call."""
         if self._machines is None:
             self._machines = Machines()
-            # Before anything that commits at the end of the program is registered: this waits for it.
+            # Before functions that commit at exit are registered, so that this runs after them, and waits.
             atexit.register(self._at_exit)
         return self._machines
 
     def separate(self, nodes: Nodes) -> None:
-        """From now on every node makes its own directory durable. Collective."""
+        """Let every node make its own directory durable from now on. Collective."""
         self._machines = Machines(nodes)
 
     def submit(
@@ -142,13 +142,13 @@ class Durability:
         expected: Sequence[Sequence[str] | None] = (),
         retention: Retention = KEEP_ALL,
     ) -> None:
-        """Take note of a save, which may be committed later. On every rank; returns at once.
+        """Queue a save, which may be committed later. On every rank; returns at once.
 
         Args:
             root: the checkpoint root.
-            saved: which save it is.
-            expected: the files that each rank writes; None if not known.
-            retention: which older checkpoints stay.
+            saved: the id of the save.
+            expected: the files that each rank writes; None if unknown.
+            retention: which older checkpoints to keep.
         """
         machines = self.machines
         if machines.mine is None:
@@ -170,7 +170,7 @@ class Durability:
             self._changed.notify_all()
 
     def wait_for(self, root: Path, tag: str) -> None:
-        """Wait until nothing is left to do for a tag, which is about to be saved again, or the disk refuses."""
+        """Wait until nothing is left to do for a tag that is about to be saved again, or writing fails."""
         place = root.resolve()
         with self._changed:
             same = [work for work in self._queue if work.saved.tag == tag and work.root.resolve() == place]
@@ -180,11 +180,11 @@ class Durability:
             self._changed.wait_for(lambda: all(work.failed or work not in self._queue for work in same), PATIENCE)
 
     def close(self, timeout: float | None = None, *, is_saving: bool = True) -> None:
-        """Wait a limited time for the remaining work; log what is left. On any rank.
+        """Wait a limited time for the remaining work; logs what is left. On any rank.
 
         Args:
-            timeout: None: as long as the end of a run waits.
-            is_saving: False: rank 0 commits nothing more, of what was submitted.
+            timeout: None: the default for the end of a run.
+            is_saving: False: rank 0 commits none of the submitted saves any more.
         """
         atexit.unregister(self._at_exit)
         self._close(PATIENCE if timeout is None else timeout, is_saving=is_saving)
@@ -217,7 +217,7 @@ class Durability:
     # The thread
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # the training comes first
+        with contextlib.suppress(OSError, AttributeError):  # the training has priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         pause = FIRST_PAUSE
         while True:
@@ -268,10 +268,10 @@ class Durability:
         except FileNotFoundError:
             still = committed(work.root, work.saved)
             if still is None or not (work.root / work.saved.tag).is_dir():
-                return True  # pruned or saved again meanwhile
+                return True  # pruned or saved again in the meantime
             missing = [path for path in work.paths(manifest) if not (work.root / work.saved.tag / path).exists()]
             if not missing:
-                raise  # of the records: there again at the next try
+                raise  # a file of the records: retried later
             words = f"somebody deleted {', '.join(missing)}"
         work.part = work.part or NodePart(checksums={})
         work.part.is_gone, work.part.error = True, words
@@ -280,7 +280,7 @@ class Durability:
         return True
 
     def _pass_before(self, work: _Work) -> None:
-        """Saves are committed in the order in which they were made."""
+        """Give up on earlier saves, as saves are committed in order."""
         with self._changed:
             for earlier in self._queue[: self._queue.index(work)] if work in self._queue else ():
                 earlier.passed = earlier.passed or time.monotonic()
@@ -289,7 +289,7 @@ class Durability:
         mine = list(work.paths(manifest))
         if work.part is None:
             work.part = NodePart(checksums=take_checksums(work.root, manifest, mine, read=self._checksums))
-            # Nobody knows any more which of them could not be forced.
+            # It is no longer known which of them could not be forced.
             work.lost |= {path for path in mine if work.machine == 0 and not manifest.boots}
         part = work.part
         parts = self._exchange(work, part, manifest)
@@ -313,8 +313,9 @@ class Durability:
         return True
 
     def _exchange(self, work: _Work, mine: NodePart, manifest: Manifest) -> list[NodePart | None]:
-        """Tell rank 0 what this machine has done; on rank 0: put into the manifest what all of them have, and return
-        the parts of the others."""
+        """Tell rank 0 what this machine has done; on rank 0: add the results of all machines to the manifest, and
+        return the other machines' parts.
+        """
         if work.machine != 0:
             write_part(work.root, manifest, work.machine, mine)
             return []

@@ -1,24 +1,25 @@
-"""What makes one checkpoint durable: its files forced to the disks, their checksums in its manifest.
+"""Makes one checkpoint durable: forces its files to the disks, adds their checksums to its manifest.
 
     commit_save     manifest: durable false, the boots of the machines that wrote      <- complete
-    each node       each of its files read (from memory, as a rule) for its checksum
-                    its part          step_0000010.synced/node_00001.json      (the node of rank 0 needs none)
+    each node       reads each of its files (usually from memory) for its checksum
+                    its part          step_0000010.synced/node_00001.json      (rank 0's node needs none)
     rank 0          all checksums     into the manifest
-    each node       its files and the directories forced to the disk; its part says so
+    each node       its files and the directories forced to the disk; recorded in its part
     rank 0          all parts there? Megatron's tracker forced, too
                     manifest: durable true                                             <- durable
                     ledger line
                     the older save of the same step removed, old checkpoints pruned, parts removed
 
-A kill in between costs nothing: memory outlives a process, and the next start continues with it. A power cut in between
-leaves files of the right size with anything in them: a checkpoint that is complete and not durable counts only while
-every machine that wrote it is up (`Manifest.is_safe`). Once the manifest has the checksums, it counts without that, if
-every file has its checksum.
+A kill in between costs nothing: the page cache outlives a process, and the next start continues from it. A power cut
+in between leaves files of the right size with any content: a checkpoint that is complete but not durable is only valid
+while every machine that wrote it is up (`Manifest.is_safe`). Once the manifest has the checksums of all files, it is
+valid without that, as they can be verified.
 
-Of what could not be forced the system says so once, and calls it written from then on. So such a file is written again
-from memory, by its checksum, until that succeeds; meanwhile the checkpoint counts only by its checksums (`distrust`).
+If something could not be forced, the system says so once, and treats it as written from then on. So such a file is
+written again from memory, verified by its checksum, until that succeeds; until then the checkpoint is only valid by its
+checksums (`distrust`).
 
-`megaresume.checkpoint.save.durability` does these steps in the background.
+`megaresume.checkpoint.save.durability` does this in the background.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ FORMAT, VERSION = "megaresume.synced", 1
 
 
 class NotForcedError(Exception):
-    """A machine could not force files to its disk: what the system's memory held of them may be lost.
+    """Raised if a machine could not force files to its disk: their content in memory may be lost.
 
     Args:
-        words: what the system said.
+        words: the system's error.
         paths: of the files, relative to the tag directory.
     """
 
@@ -67,7 +68,7 @@ class NotForcedError(Exception):
 
 
 class GoneError(Exception):
-    """A file that could not be forced to the disk is no longer in memory as it was saved."""
+    """Raised if a file that could not be forced to the disk is no longer in memory as it was saved."""
 
 
 def committed(root: Path, saved: Saved) -> Manifest | None:
@@ -88,9 +89,9 @@ def take_checksums(root: Path, manifest: Manifest, paths: Iterable[str], *, read
 
     Args:
         root: the checkpoint root.
-        manifest: of the checkpoint; what it has is taken from there.
+        manifest: of the checkpoint; its checksums are reused.
         paths: the files, relative to the tag directory.
-        read: False: no others.
+        read: False: compute no others.
 
     Raises:
         FileNotFoundError: the checkpoint is gone.
@@ -109,13 +110,13 @@ def force(
         root: the checkpoint root.
         manifest: of the checkpoint.
         paths: files of it, relative to the tag directory.
-        again: those that could not be forced before, with their checksums: they are written again.
+        again: files that could not be forced before -> their checksums: they are written again.
 
     Raises:
         FileNotFoundError: the checkpoint is gone.
-        NotForcedError: the system could not write what it held.
-        CheckpointError: the disk refuses what is written again.
-        GoneError: memory does not hold what was saved, or that is unknown.
+        NotForcedError: the system could not write what was in memory.
+        CheckpointError: a file cannot be written again.
+        GoneError: memory no longer has what was saved, or that is unknown.
     """
     tag_dir, mine, again, failed = root / manifest.tag, list(paths), again or {}, dict[str, str]()
     for path in mine:
@@ -132,7 +133,7 @@ def force(
 
 
 def _force(path: Path, flags: int) -> str:
-    """Force files; returns what the system said if it could not."""
+    """Force files; returns the system's error if it failed."""
     descriptor = os.open(path, flags | os.O_CLOEXEC)
     try:
         fsync_file(descriptor)
@@ -157,13 +158,13 @@ def _write_again(root: Path, path: Path, checksum: str | None) -> None:
 
 @dataclass(kw_only=True, slots=True)
 class NodePart:
-    """What one node has forced and summed."""
+    """What one node has forced and checksummed."""
 
     checksums: Mapping[str, str | None]
     is_forced: bool = False
-    #: why it could not be, at the last try.
+    #: the error of the last attempt.
     error: str = ""
-    #: whether what was saved is nowhere any more: there will be no other try.
+    #: whether what was saved is lost, so that there is no other attempt.
     is_gone: bool = False
 
 
@@ -194,7 +195,7 @@ def read_part(root: Path, manifest: Manifest, node: int) -> NodePart | None:
 
 
 def _part(fields: Mapping[str, Any]) -> tuple[str, NodePart]:
-    """(save, part)."""
+    """Parse (save, part)."""
     return fields["save_id"], NodePart(
         checksums={text(name): checksum for name, checksum in fields["files"]},
         is_forced=flag(fields["forced"]),
@@ -212,16 +213,16 @@ def finish(
         root: the checkpoint root.
         manifest: of the checkpoint.
         checksums: of all its files.
-        retention: which older checkpoints stay.
+        retention: which older checkpoints to keep.
 
     Returns:
-        tags of older checkpoints whose weights are gone.
+        tags of older checkpoints whose weights were removed.
 
     Raises:
-        CheckpointError: the disk refuses, or the root has another owner by now.
+        CheckpointError: a write fails, or the root has another owner by now.
         NotForcedError: see `force`.
     """
-    # Megatron writes its own in place, and forces nothing.
+    # Megatron writes it in place, and forces nothing.
     if (root / TRACKER).exists() and (words := _force(root / TRACKER, os.O_RDONLY)):
         raise NotForcedError(words)
     record = note_checksums(root, manifest, checksums, durable=True, boots=())
@@ -237,16 +238,18 @@ def finish(
 
 
 def distrust(root: Path, manifest: Manifest, checksums: Mapping[str, str | None]) -> None:
-    """A machine could not force its files: from now on this checkpoint counts only by its checksums, if all its files
-    have one. On rank 0. Raises CheckpointError."""
+    """Make a checkpoint valid only by its checksums, if all of its files have one, as a machine could not force its
+    files. On rank 0. Raises CheckpointError.
+    """
     note_checksums(root, manifest, checksums, boots=())
 
 
 def note_checksums(
     root: Path, manifest: Manifest, checksums: Mapping[str, str | None], **changes: Any
 ) -> StepFile | None:
-    """Put the checksums of all files, and changes, into the manifest. On rank 0. None if the save no longer has one.
-    Raises CheckpointError."""
+    """Add the checksums of all files, and changes, to the manifest. On rank 0. None if the save no longer has one.
+    Raises CheckpointError.
+    """
     check_owned(root)
     files = tuple(replace(entry, checksum=checksums.get(entry.path) or entry.checksum) for entry in manifest.files)
     manifest = replace(manifest, files=files, **changes)
@@ -260,7 +263,7 @@ def note_checksums(
 
 
 def not_durable(root: Path) -> tuple[Manifest, ...]:
-    """What earlier processes have left complete and not durable, and can still be made so; the oldest first."""
+    """Checkpoints that earlier processes left complete but not durable, and that can still be made so; oldest first."""
     found: list[Manifest] = []
     for candidate in list_candidates(root):
         examined = examine(root, candidate) if candidate.has_dir and candidate.is_committed else None

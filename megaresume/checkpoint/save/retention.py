@@ -1,30 +1,29 @@
 """What happens to older checkpoints when a new one is saved.
 
-A step that is saved again: the older save makes room, and comes back if the newer one does not get there.
+A step that is saved again: the older save is moved aside, and restored if the newer one does not finish.
 
     make_room      before the marker of the new save. Moved into .step_0000010@global_step10.older/, in this order:
-                   manifest                  <- from here the step does not count
+                   manifest                  <- from here the step is not valid
                    data state (a copy), files of each rank
                    tag directory
-    ... the new save, like any other, in a tag directory that holds nothing ...
-    remove_older   the new one is durable
-    put_back       at the next start, if the new one does not count: everything moves back, in this order:
+    ... the new save, like any other, in a new tag directory ...
+    remove_older   when the new one is durable
+    put_back       at the next start, if the new one is not valid: everything moves back, in this order:
                    tag directory, data state, files of each rank
-                   manifest                  <- from here the step counts again
+                   manifest                  <- from here the step is valid again
 
-So a save never writes among the files of an older one, which may be of more ranks, and the older one is there until the
-newer one is. What a save has left that did not end is not an older save: it is deleted.
+So a save never writes among the files of an older one, which may be from more ranks, and the older one exists until the
+newer one does. The leftovers of an unfinished save do not count as an older save: they are deleted.
 
-Old checkpoints make room: which ones may go, and how they go.
+Removing old checkpoints: which ones, and how.
 
-    a checkpoint is durable -> prune    newest K durable ones, every N-th, what a pointer names: kept
-                                        the rest of the complete ones: renamed out of sight, then deleted in a thread
+    a checkpoint is durable -> prune    kept: the newest K durable ones, every N-th, and those that a pointer names
+                                        the other complete ones: renamed out of sight, then deleted in a thread
 
-Nothing goes for a checkpoint that a power cut could still take. Only what a commit has made complete is ever deleted.
-Damaged and half-written checkpoints are kept for whoever has to find out what happened, links and directories
-with custom names because somebody made them on purpose, and everything newer than the checkpoint just
-committed because a run that went back has not reached it again. Data state, manifest and ledger line outlive the
-weights: `trace` and `verify` need no weights.
+Nothing is removed for a checkpoint that a power cut could still destroy. Only completed checkpoints are ever deleted.
+Damaged and partial ones are kept for whoever investigates, links and directories with custom names because somebody
+made them on purpose, and everything newer than the checkpoint just committed because a run that went back has not
+reached it again. Data state, manifest and ledger line outlive the weights: `trace` and `verify` need no weights.
 """
 
 from __future__ import annotations
@@ -59,17 +58,17 @@ from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.files import delete_soon, fsync_dir, leftover_name, make_dir, write_atomic, write_error
 from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
 
-#: held while the records of a step change places: a thread may say meanwhile that its checkpoint is durable.
+#: held while the records of a step are moved: in the meantime, a thread may find its checkpoint durable.
 changing = threading.Lock()
 
 
 def make_room(root: Path, iteration: int, tag: str) -> None:
-    """Move an older save of the same step aside, or delete what an unfinished one left.
+    """Move an older save of the same step aside, or delete the leftovers of an unfinished one.
 
-    On rank 0, as the owner of the root, before `begin_save`; nothing if the tag directory is not there.
+    On rank 0, as the owner of the root, before `begin_save`; does nothing without a tag directory.
 
     Raises:
-        CheckpointError: the disk refuses, or the root has another owner by now.
+        CheckpointError: a write fails, or the root has another owner by now.
         NewerFormatError: a record was written by a newer megaresume.
     """
     if not os.path.lexists(root / tag):
@@ -95,7 +94,7 @@ def _make_room(root: Path, iteration: int, tag: str) -> None:
 
 
 def _did_not_end(root: Path, iteration: int, tag: str) -> bool:
-    """Whether the files in place were left by an unfinished save."""
+    """Whether the existing files were left by an unfinished save."""
     candidate = find(root, iteration, tag)
     if candidate is None or "saving" not in candidate.records:
         return False
@@ -103,16 +102,16 @@ def _did_not_end(root: Path, iteration: int, tag: str) -> bool:
 
 
 def remove_older(root: Path, iteration: int, tag: str) -> None:
-    """Remove the older save of a step, now that the new one is durable: renamed at once, deleted in a thread.
+    """Remove the older save of a step after the new one is durable: renamed at once, deleted in a thread.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a write fails.
     """
     _discard([older_dir(root, iteration, tag)])
 
 
 def has_older(root: Path) -> bool:
-    """Whether there is anything for `put_back`. Reads only."""
+    """Whether `put_back` has anything to do. Only reads."""
     try:
         return any(parse_older_name(name) is not None for name in os.listdir(root))
     except OSError:
@@ -120,13 +119,13 @@ def has_older(root: Path) -> bool:
 
 
 def put_back(root: Path) -> tuple[str, ...]:
-    """Undo every `make_room` whose new save does not count. On rank 0, as the owner of the root, between saves.
+    """Undo every `make_room` whose new save is not valid. On rank 0, as the owner of the root, between saves.
 
     Returns:
-        the tags of what is back.
+        the restored tags.
 
     Raises:
-        CheckpointError: the disk refuses.
+        CheckpointError: a write fails.
         NewerFormatError: a record was written by a newer megaresume.
     """
     back: list[str] = []
@@ -152,7 +151,7 @@ def _put_back(root: Path, aside: Path, iteration: int, tag: str) -> None:
     manifest = manifest_path(root, iteration, tag)
     places = [root / tag, step_path(root, iteration, tag), *rank_dirs(root, iteration, tag)]
     if os.path.lexists(aside / tag):
-        # It went aside last and comes back first: everything in place is of the save that did not end.
+        # It was moved last and comes back first: everything in its place belongs to the unfinished save.
         _discard([manifest, *places])
     _move([aside / place.relative_to(root) for place in places], aside, root)
     remove_marker(marker_path(root, iteration, tag))
@@ -161,8 +160,9 @@ def _put_back(root: Path, aside: Path, iteration: int, tag: str) -> None:
 
 
 def _move(places: Iterable[Path], source: Path, target: Path) -> None:
-    """Move what is there of these places below ``source`` to the same ones below ``target``, durably. Files are small,
-    and copied: they are in one of the two whatever a power cut does."""
+    """Move those of these paths that exist from ``source`` to ``target``, durably. Files are small, and copied first:
+    after a power cut they are in at least one of the two.
+    """
     for place in places:
         to = target / place.relative_to(source)
         try:
@@ -177,7 +177,7 @@ def _move(places: Iterable[Path], source: Path, target: Path) -> None:
 
 
 def _copy(file: Path, to: Path) -> None:
-    """Copy a file, as a hard link where the filesystem has them: there may be no room for more."""
+    """Copy a file, as a hard link if the filesystem supports that: there may be no space for more."""
     temporary = to.with_name(leftover_name(to.name))
     try:
         os.link(file, temporary)
@@ -185,12 +185,12 @@ def _copy(file: Path, to: Path) -> None:
         write_atomic(to, file.read_bytes())
         return
     os.replace(temporary, to)
-    temporary.unlink(missing_ok=True)  # of the same file under both names, a rename changes nothing
+    temporary.unlink(missing_ok=True)  # renaming changes nothing if both names are links to the same file
     fsync_dir(to.parent)
 
 
 def _discard(places: Iterable[Path]) -> None:
-    """Rename these places out of sight, durably, and delete them in a thread."""
+    """Rename these paths out of sight, durably, and delete them in a thread."""
     gone: list[Path] = []
     for place in places:
         if os.path.lexists(place):
@@ -198,7 +198,7 @@ def _discard(places: Iterable[Path]) -> None:
             try:
                 os.rename(place, away)
                 fsync_dir(place.parent)
-            except FileNotFoundError:  # the thread that finds a save durable was there first
+            except FileNotFoundError:  # the thread that finds a save durable was faster
                 continue
             except OSError as error:
                 raise write_error(place, error) from error
@@ -211,11 +211,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
-    """Which checkpoints are kept: those that either rule names; with neither rule, all.
+    """Which checkpoints are kept: those selected by either rule; without a rule, all.
 
     Args:
-        keep_last: how many of the newest durable ones.
-        keep_every: those whose iteration this divides.
+        keep_last: number of newest durable ones.
+        keep_every: those whose iteration is divisible by this.
 
     Raises:
         UsageError: a number below 1.
@@ -252,21 +252,21 @@ def prune(
 ) -> tuple[str, ...]:
     """Delete what a policy does not keep. On rank 0, when the checkpoint ``committed`` is durable.
 
-    A directory disappears in one rename and is deleted by a thread, which the interpreter waits for at its end; what a
-    kill leaves of it has the name of a temporary file, and the next start clears it away.
+    A directory disappears by one rename and is deleted by a thread, which the interpreter waits for when it exits;
+    remnants after a kill have the name of a temporary file, and the next start deletes them.
 
     Args:
         root: the checkpoint root.
-        retention: the policy. ``keep_every`` alone keeps the newest one besides.
-        committed: the checkpoint that is durable now.
-        copied_to: only what has a complete copy there may go, or never gets one: what lies on a branch that was given
-            up; None: no matter.
-        copies_of: what is still there stays; None: no matter.
+        retention: the policy. ``keep_every`` alone also keeps the newest one.
+        committed: the checkpoint that is now durable.
+        copied_to: only delete what has a complete copy there, or will never get one, on an abandoned branch; None: no
+            condition.
+        copies_of: keep what still exists there; None: no condition.
 
     Returns:
-        the tags that are gone, newest first.
+        the deleted tags, newest first.
 
-    Never raises: a checkpoint that cannot be deleted is named in the log. The training does not depend on it.
+    Never raises: a checkpoint that cannot be deleted is logged. The training does not depend on it.
     """
     if not retention:
         return ()
@@ -308,14 +308,14 @@ def superfluous(root: Path, retention: Retention, committed: StepFile) -> Iterat
         return
     candidates = list_candidates(root)
     named = {resolve_pointer(pointer, candidates) for pointer in read_pointers(root)}
-    # What a run that went back has left behind is not a fallback for its present: it must not push one out.
+    # What a run that went back left behind is no fallback for its present: it must not take the place of one.
     given_up = abandoned_checkpoints(read_ledger(ledger_path(root)).entries)
     durable = 0
     for candidate in candidates:
         iteration, tag = candidate.iteration, candidate.tag
         if not candidate.has_dir or iteration is None or iteration > committed.iteration:
             continue
-        # In flight (another save's finalizer), of the user's own making, or never committed.
+        # In progress (another save's finalizer), made by the user, or never committed.
         if "saving" in candidate.records or not candidate.is_committed or not is_usual_tag(tag, iteration):
             continue
         every = retention.keep_every is not None and iteration % retention.keep_every == 0
@@ -344,7 +344,7 @@ def is_copied(local: Path, shared: Path, iteration: int | None, tag: str) -> boo
 
 
 def keep_superseded(root: Path, record: StepFile) -> tuple[str, ...]:
-    """Copy the state of the same step if it is of other data: a step's history is never lost in silence."""
+    """Copy the state of the same step if it is for other data: a step's history is never lost silently."""
     path = step_path(root, record.iteration, record.tag)
     if (aside := older_dir(root, record.iteration, record.tag) / path.relative_to(root)).exists():
         path = aside

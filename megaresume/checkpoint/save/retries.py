@@ -1,11 +1,11 @@
-"""`Retries`: a save that fails for a reason that may pass is tried again, by all ranks together.
+"""`Retries`: a save that fails for a reason that may pass is retried by all ranks together.
 
     save fails on any rank -> all ranks know it -> may it pass?  no   the error, on every rank
                                                                 yes  wait, save again: 15 s, 30 s, 60 s
-    the last try has failed                                  the error; or the run continues without this checkpoint
+    the last retry has failed                                the error; or the run continues without this checkpoint
 
-A copy to a second storage is no part of a save, and is tried again by itself: `megaresume.checkpoint.copies.stager`; a
-request to an object store, by `megaresume.data.remote`.
+A copy to a second storage is not part of a save, and is retried separately by `megaresume.checkpoint.copies.stager`; a
+request to an object store by `megaresume.data.remote`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _MAY_PASS = frozenset(
         errno.ESHUTDOWN,
     }
 )
-#: of torch's writers, which keep the system's number to themselves.
+#: errors of torch's writers, which do not pass on the system's number.
 _WRITERS_WORDS = ("PytorchStreamWriter failed", "iostream error", "unexpected pos ")
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same save may work later: the error, or one behind it, is of a kind that passes."""
+    """Whether the same save may succeed later: the error, or one that caused it, is of a kind that passes."""
     return any(
         one.errno in _MAY_PASS
         if isinstance(one, OSError)
@@ -66,15 +66,15 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
-    """How often a failed save is tried again, and what happens after that.
+    """How often a failed save is retried, and what happens after that.
 
     Raises:
         UsageError: a negative number, or an unknown word.
     """
 
-    #: after the first try.
+    #: number of retries.
     tries: int = 0
-    #: seconds before the first of them, doubled each time.
+    #: seconds before the first retry, doubled each time.
     wait: float = 15.0
     on_failure: OnSaveFailure = "end"
 
@@ -104,27 +104,27 @@ class Retries:
         seconds_left: Callable[[], float | None],
         give_up: Callable[[], None],
     ) -> T | None:
-        """Run a save, and try again if it fails. On every rank.
+        """Run a save, and retry it if it fails. On every rank.
 
         Args:
-            save: once.
-            tag: that it saves.
-            is_last: the run is about to stop: it does not continue without this checkpoint.
-            seconds_left: until the job ends, if that is known; asked on rank 0.
-            give_up: on every rank, after the last try: undoes what is there of it.
+            save: saves once.
+            tag: the tag that it saves.
+            is_last: the run is about to stop, so it does not continue without this checkpoint.
+            seconds_left: returns the seconds until the job ends, if known; called on rank 0.
+            give_up: called on every rank after the last retry: undoes what exists of the save.
 
         Returns:
-            what ``save`` does; None if it failed, and the run is to continue.
+            the result of ``save``; None if it failed, and the run is to continue.
 
         Raises:
-            whatever the last try raised.
+            the error of the last attempt.
         """
         for number in range(1 + self.tries):
             wait = None
             try:
                 return save()
             except Exception as error:
-                # What this rank alone knows ends its process: the others may wait for it anywhere.
+                # An error known only to this rank ends its process: the others may wait for it anywhere.
                 if not is_known_to_all(error) or not any(gather(may_pass(error))):
                     raise
                 if number < self.tries:
@@ -139,7 +139,7 @@ class Retries:
                     with suppress(MegaresumeError):
                         give_up()
                     raise
-            # Only here: the error holds what was to be written.
+            # Only here: until then, the error refers to the data to be written.
             if wait is None:
                 break
             time.sleep(wait)
@@ -147,7 +147,7 @@ class Retries:
         return None
 
     def _time_for(self, number: int, seconds_left: float | None) -> float | None:
-        """Seconds until the next try; None if the job ends before that."""
+        """Seconds until the next retry; None if the job ends before that."""
         wait = self.wait * 2**number
         return wait if seconds_left is None or wait < seconds_left else None
 

@@ -1,10 +1,10 @@
-"""Checkpoints in an object store: its requests, its one writer, and what it holds.
+"""Checkpoints in an object store: requests, its single writer, and its contents.
 
-objects.py          the requests: small objects, listed, read, written, created once, deleted
-store.py            and files, up and down
-http_session.py     how they are sent; buffer.py: the memory of a part
-threads.py          in threads
-receipts.py         it has what was sent
-lease.py            the one writer, and its commits
-mirror.py           what a store holds, as a directory; scratch.py: a temporary one
+objects.py          requests for small objects: listed, read, written, created once, deleted
+store.py            uploads and downloads of files
+http_session.py     how they are sent; buffer.py: the memory for a part
+threads.py          their threads
+receipts.py         proof that the store has received what was sent
+lease.py            the single writer, and its commits
+mirror.py           the contents of a store as a directory; scratch.py: a temporary one
 """

@@ -1,4 +1,4 @@
-"""`Buffer`: memory for the parts of uploads, one after the other: new memory for each costs as much as to send it."""
+"""`Buffer`: reusable memory for the parts of uploads: allocating it for each takes as long as sending it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Buffer(mmap.mmap):
-    """S3's client takes it as a body, and finds its beginning again for another attempt.
+    """A body that S3's client accepts, and can rewind for another attempt.
 
     Args:
         size: bytes.
@@ -18,7 +18,7 @@ class Buffer(mmap.mmap):
         return super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
     def fill(self, file: Any) -> int:
-        """Read from an unbuffered file; how many bytes there were, fewer at its end. Raises OSError."""
+        """Read from an unbuffered file; returns the number of bytes, fewer at its end. Raises OSError."""
         self.seek(filled := 0)
         with memoryview(self) as view:
             while filled < len(view):
@@ -30,6 +30,6 @@ class Buffer(mmap.mmap):
         return filled
 
     def rest(self) -> None:
-        """The system may have the memory back until it is filled again, if it needs some."""
+        """Allow the system to reclaim the memory until it is filled again."""
         with contextlib.suppress(OSError, AttributeError):
             self.madvise(mmap.MADV_FREE)

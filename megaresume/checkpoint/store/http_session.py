@@ -1,6 +1,6 @@
-"""`HttpSession`: how the requests of uploads are sent: parts by threads, as boto3 does, all others by aiohttp.
+"""`HttpSession`: sends the requests of uploads: parts by threads, as boto3 does, all others by aiohttp.
 
-aiobotocore makes and signs them all, with endpoint, credentials and attempts as they are configured. aiohttp would copy
+aiobotocore creates and signs all requests, with the configured endpoint, credentials and retries. aiohttp would copy
 every part, and write the copies piece by piece, all in one thread.
 """
 
@@ -17,12 +17,12 @@ from botocore.httpsession import URLLib3Session
 from megaresume.checkpoint.store.buffer import Buffer
 from megaresume.checkpoint.store.threads import senders
 
-#: bytes for which a connection has the time that S3's client gives it.
+#: bytes for which a connection gets the timeout of S3's client.
 PIECE = 1 << 20
 
 
 class HttpSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]  # which has no types
-    """See above.
+    """Sends requests by threads or aiohttp.
 
     Args:
         connector_args: aiohttp's.
@@ -34,7 +34,7 @@ class HttpSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]  # which 
         self._blocking = URLLib3Session(**settings)
 
     async def send(self, request: Any) -> Any:
-        """The answer to a request that is signed. Raises botocore's errors."""
+        """Send a signed request and return the answer. Raises botocore's errors."""
         if not isinstance(request.body, Buffer):
             return await super().send(request)
         loop = asyncio.get_running_loop()
@@ -60,7 +60,7 @@ class HttpSession(AIOHTTPSession):  # type: ignore[misc,unused-ignore]  # which 
 
 
 class _Content:
-    """Of an answer, as aiobotocore reads it."""
+    """The content of an answer, as aiobotocore reads it."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

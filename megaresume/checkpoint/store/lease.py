@@ -1,18 +1,19 @@
-"""One writer at a time to a checkpoint root in an object store; its commits, which only that writer can make.
+"""One writer at a time to a checkpoint root in an object store; and its commits, which only that writer can make.
 
-    megaresume/heads/0000000007.json   who writes, the checkpoints that count, what the pointers name
-    megaresume/alive/0000003           a counter that goes up while the writer of epoch 3 lives; then "released"
+    megaresume/heads/0000000007.json   the writer, the valid checkpoints, what the pointers name
+    megaresume/alive/0000003           a counter that increases while the writer of epoch 3 lives; then "released"
 
-Every head is made by a conditional put of the next number: of two that try, the store refuses one. The newest head
-holds and is never deleted, and numbers only grow: whoever has made the newest one knows that there was none above it.
+Every head is created by a conditional put of the next number: if two processes try, the store refuses one. The newest
+head is in force and is never deleted, and numbers only grow: whoever created the newest one knows that there was none
+above it.
 
-    start     the writer has ended, or shows no sign of life -> the next number, the next epoch: from here the writer
-              before this one makes no head any more
-    commit    the next number, with one checkpoint more and the pointers moved: in one step
+    start     the writer has ended, or shows no sign of life -> the next number, the next epoch: from here on, the
+              previous writer cannot create a head
+    commit    the next number, with one more checkpoint and the pointers moved, in one step
     removal   the next number, without the checkpoint; then its objects are deleted
 
-All other objects are written once, under the id of their save, and count only if a head names it. So a writer that has
-lost its lease, however long it slept between two of its instructions, moves no pointer and damages no checkpoint.
+All other objects are written once, under the id of their save, and are only valid if a head names it. So a writer that
+has lost its lease, however long it slept between two of its instructions, moves no pointer and damages no checkpoint.
 """
 
 from __future__ import annotations
@@ -37,39 +38,39 @@ from megaresume.stream.state import is_version
 FORMAT, VERSION = "megaresume.head", 1
 HEADS, ALIVE = "megaresume/heads/", "megaresume/alive/"
 
-#: how often a writer raises its counter, in seconds; and how long a counter is watched that stands still.
+#: how often a writer increases its counter, and how long a counter that stands still is watched, in seconds.
 RENEW_SECONDS, PATIENCE_SECONDS = 10.0, 60.0
 _POLL_SECONDS = 1.0
-#: heads that stay below the newest one, for people.
+#: old heads kept below the newest one, for people.
 _KEPT = 20
 _REMEMBERED = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Head:
-    """What holds in a store."""
+    """The state of a store that is in force."""
 
     number: int = 0
-    #: writers so far, this one included.
+    #: number of writers so far, including this one.
     epoch: int = 0
-    #: None: of no head at all.
+    #: None without any head.
     owner: Owner | None = None
-    #: what the pointers name; None: there is none.
+    #: what the pointers name; None: nothing.
     latest: str | None = None
     tracker: int | None = None
-    #: checkpoints that are complete, in the order of their commits.
+    #: complete checkpoints, in order of their commits.
     saves: tuple[Saved, ...] = ()
     #: those whose objects are deleted, or soon will be; the last `_REMEMBERED`.
     removed: tuple[Saved, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of its object."""
+        """The name of its object."""
         return f"{HEADS}{self.number:010d}.json"
 
     @property
     def alive(self) -> str:
-        """Name of the counter of its writer."""
+        """The name of its writer's counter."""
         return f"{ALIVE}{self.epoch:07d}"
 
     def to_bytes(self) -> bytes:
@@ -77,7 +78,7 @@ class Head:
         return seal({"format": FORMAT, "version": VERSION, **asdict(self)}, depth=2)
 
     def with_save(self, saved: Saved, *, latest: bool, tracker: bool) -> Head:
-        """With one checkpoint more, in place of an older save of its step."""
+        """This head with one more checkpoint, which replaces an older save of its step."""
         same = [one for one in self.saves if (one.iteration, one.tag) == (saved.iteration, saved.tag)]
         head = self.without([one for one in same if one != saved])
         return replace(
@@ -88,7 +89,7 @@ class Head:
         )
 
     def without(self, gone: Iterable[Saved]) -> Head:
-        """Without these, whose objects may be deleted from then on. They never come back: see `is_removed`."""
+        """This head without these saves, whose objects may then be deleted. They never come back: see `is_removed`."""
         doomed = list(gone)
         return replace(
             self,
@@ -97,7 +98,7 @@ class Head:
         )
 
     def is_removed(self, save_id: str) -> bool:
-        """Whether somebody, perhaps a writer that has lost its lease, may still delete objects of a save."""
+        """Whether some process, perhaps a writer that has lost its lease, may still delete objects of a save."""
         return any(one.save_id == save_id for one in self.removed)
 
 
@@ -132,16 +133,16 @@ def _saves(value: object) -> tuple[Saved, ...]:
 
 
 def newest_name(names: Iterable[str]) -> str | None:
-    """Of the newest head, among names of objects."""
+    """The name of the newest head, among names of objects."""
     return max((name for name in names if name.startswith(HEADS) and name.endswith(".json")), default=None)
 
 
 def newest_head(store: Store, names: Iterable[str] | None = None) -> Head | None:
-    """What holds in a store; None if nobody has ever written there.
+    """The head of a store that is in force; None if nobody has ever written there.
 
     Args:
         store: the root.
-        names: of its objects, if they are known.
+        names: of its objects, if known.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -153,7 +154,7 @@ def newest_head(store: Store, names: Iterable[str] | None = None) -> Head | None
         if name is None:
             return None
         names = None
-        if (data := store.read(name)) is not None:  # else: an old one by now, of a slow answer
+        if (data := store.read(name)) is not None:  # otherwise the name came from an outdated answer
             return _read(data, f"{store}/{name}")
 
 
@@ -162,29 +163,29 @@ class Lease:
 
     Args:
         store: the root.
-        say: tells people, of whoever was waited for, or taken over from.
+        say: prints whom it waited for, or took over from.
     """
 
     def __init__(self, store: Store, say: Callable[[str], object]) -> None:
         self.store, self._say = store, say
         self.head = Head()
-        #: whether the store keeps two writers apart.
+        #: whether the store can keep two writers apart.
         self.is_fenced = True
         self._changing, self._renewing = threading.Lock(), threading.Lock()
         self._ending = threading.Event()
         self._renewed = 0
-        #: the process that took it: a fork has no part in it.
+        #: the process that took it: the lease does not extend to a fork.
         self._process = 0
 
     def take(self, run: str | None, beat: Callable[[], object] = lambda: None) -> Head:
-        """Become the writer, and say so every few seconds from now on.
+        """Become the writer, and renew every few seconds from now on.
 
         Args:
             run: of the local checkpoints, for people.
             beat: called while it waits.
 
         Raises:
-            CheckpointError: another job writes there, named.
+            CheckpointError: another job writes there; names it.
             SetupError: the store does not answer, or refuses.
         """
         me = this_process(token=os.urandom(8).hex(), run=run)
@@ -196,9 +197,9 @@ class Lease:
             head = replace(before, number=before.number + 1, epoch=before.epoch + 1, owner=me)
             if self._make(head):
                 break
-            time.sleep(_POLL_SECONDS)  # somebody was faster, or the list that the store gave is older than its objects
+            time.sleep(_POLL_SECONDS)  # another process was faster, or the store's listing is older than its objects
         self.head, self._process = head, os.getpid()
-        # The same once more must be refused.
+        # A second put of the same must be refused.
         if not self.store.is_conditional or self.store.creates(head.name, head.to_bytes()):
             self.is_fenced = False
             self._say(
@@ -211,11 +212,11 @@ class Lease:
         return head
 
     def commit(self, change: Callable[[Head], Head]) -> Head:
-        """Make the next head of what ``change`` gives for the one before.
+        """Create the next head: the result of ``change`` for the current one.
 
         Raises:
-            CheckpointError: another job has taken the root over.
-            SetupError: the store does not answer, or refuses: whether it holds, the next try finds out.
+            CheckpointError: another job has taken over the root.
+            SetupError: the store does not answer, or refuses: the next attempt finds out whether it succeeded.
         """
         with self._changing:
             while True:
@@ -225,7 +226,7 @@ class Lease:
                 now = newest_head(self.store)
                 if now is None or not self._is_mine(now) or now.number <= self.head.number:
                     raise self.lost(now)
-                self.head = now  # of a try whose answer was lost
+                self.head = now  # from an attempt whose answer was lost
             self.head = head
             old = Head(number=max(head.number - _KEPT, 0)).name
             if doomed := [name for name in others if name < old]:
@@ -234,7 +235,7 @@ class Lease:
             return head
 
     def check(self) -> None:
-        """Raise a CheckpointError if another job has taken the root over."""
+        """Raise a CheckpointError if another job has taken over the root."""
         if max(self.store.sizes(HEADS), default="") == self.head.name:
             return
         now = newest_head(self.store)
@@ -242,7 +243,7 @@ class Lease:
             raise self.lost(now)
 
     def lost(self, now: Head | None) -> CheckpointError:
-        """The error of a writer that has lost the root."""
+        """The error for a writer that has lost the root."""
         owner = "nobody" if now is None else now.owner
         return CheckpointError(
             "this job has lost its place for copies to another one, and nothing that it copies there counts",
@@ -254,7 +255,7 @@ class Lease:
         )
 
     def release(self) -> None:
-        """Let the next writer begin at once. If that fails, it watches the counter."""
+        """Allow the next writer to begin at once. If this fails, it watches the counter."""
         if self._process == os.getpid() and not self._ending.is_set():
             self._ending.set()
             with self._renewing:
@@ -265,21 +266,21 @@ class Lease:
         return head.owner is not None and mine is not None and head.owner.token == mine.token
 
     def _make(self, head: Head) -> list[str]:
-        """The names of all heads, if it is the newest one now; else none."""
+        """Create a head; returns the names of all heads if it is now the newest one, otherwise none."""
         if not self.store.create(head.name, head.to_bytes()):
             return []
         there = list(self.store.sizes(HEADS))
-        # Whoever slept may have found a number that is free again: the highest one holds.
+        # A process that slept may have found a number that is free again: only the highest one counts.
         if max(there, default="") > head.name:
             self.store.delete([head.name])
             return []
         return there or [head.name]
 
     def _is_over(self, head: Head, me: Owner, beat: Callable[[], object]) -> bool:
-        """Wait until it is clear what has become of a writer.
+        """Wait until it is clear whether a writer has ended.
 
         Returns:
-            True: it is over. False: there is another head by now.
+            True: it has ended. False: there is another head by now.
 
         Raises:
             CheckpointError: it is alive.
@@ -311,7 +312,7 @@ class Lease:
         return True
 
     def _sign_of_life(self, head: Head) -> bytes | None:
-        """The counter of a writer; None also if it is damaged: one that lives writes it anew."""
+        """The counter of a writer; None also if it is damaged: a living writer rewrites it."""
         try:
             return self.store.read(head.alive)
         except NotAsSavedError:
@@ -328,7 +329,7 @@ class Lease:
         )
 
     def _renew(self) -> None:
-        with self._renewing:  # not while it is released
+        with self._renewing:  # not while it is being released
             if not self._ending.is_set():
                 self._renewed += 1
                 self.store.write(self.head.alive, str(self._renewed).encode())
@@ -337,5 +338,5 @@ class Lease:
         while not self._ending.wait(RENEW_SECONDS):
             try:
                 self._renew()
-            except MegaresumeError:  # the next copy says so, and the next time may be better
-                self.store.reopen()  # with the credentials that are there by now
+            except MegaresumeError:  # the next copy reports it, and the next time may succeed
+                self.store.reopen()  # with the credentials available by now

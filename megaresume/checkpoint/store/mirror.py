@@ -1,4 +1,4 @@
-"""What an object store holds of a run, as a directory: so that everything that reads a checkpoint root reads it, too.
+"""`Mirror`: the contents of an object store as a directory, so that every reader of a checkpoint root can read it.
 
     in the store                                          in the mirror
     ------------                                          -------------
@@ -6,16 +6,17 @@
     megaresume/ledger/0000003.jsonl   of each writer      megaresume/ledger.jsonl
     megaresume/position/0000003.json  likewise            megaresume/position.json, that of the last writer
     megaresume/<save>/step_0000010.json, .manifest.json   megaresume/step_0000010.json, ...   if a head names the save
-    megaresume/<save>/step_0000010.saving.json            likewise, if none names one of this step
-    megaresume/<save>/node_00001.json                     nothing: of machines without a directory in common, what
-                                                          each has put there, until a head names the save
-    megaresume/pruned/step_0000010.json, ...              likewise, if nothing else is there of this step
-    global_step10/<save>/mp_rank_00_model_states.pt       global_step10/mp_rank_00_model_states.pt, a **stand-in**: a
-                                                          file of the same size that takes no room and holds zeros
-    megaresume/<save>/step_0000010.random/rank_00000.json likewise: at a thousand ranks, reading them takes longer
-                                                          than all the rest
+    megaresume/<save>/step_0000010.saving.json            likewise, if no head names a save of this step
+    megaresume/<save>/node_00001.json                     nothing: the upload of one of several machines without a
+                                                          shared directory, until a head names the save
+    megaresume/pruned/step_0000010.json, ...              likewise, if there is nothing else of this step
+    global_step10/<save>/mp_rank_00_model_states.pt       global_step10/mp_rank_00_model_states.pt, a **placeholder**:
+                                                          a file of the same size that takes no space and reads as
+                                                          zeros
+    megaresume/<save>/step_0000010.random/rank_00000.json likewise: for a thousand ranks, reading them would take
+                                                          longer than all the rest
 
-A root that was copied to a store by hand has none of these heads: its objects are shown by their names.
+A root that was copied to a store by hand has no heads: its objects are shown under their names.
 """
 
 from __future__ import annotations
@@ -53,33 +54,33 @@ _SAVE = re.compile(r"(.+)/([0-9a-f]{16})/(.+)")
 #: what is uploaded in parts: files of a tag directory, and of a rank.
 UPLOADED = re.compile(r"[^/]+/[0-9a-f]{16}/.+")
 _PART = "node_"
-#: looks at a store in which a writer is at work.
+#: attempts to read a store while a writer is active.
 _TRIES = 20
 
 
 def record_name(save_id: str, path: str) -> str:
-    """Name of an object with a record, or a file of a rank, of one save."""
+    """The name of the object for a record, or a file of a rank, of one save."""
     return f"{RECORDS_DIR}/{save_id}/{path}"
 
 
 def file_name(tag: str, save_id: str, path: str) -> str:
-    """Name of an object with a file of a tag directory."""
+    """The name of the object for a file of a tag directory."""
     return f"{tag}/{save_id}/{path}"
 
 
 def part_name(save_id: str, node: int) -> str:
-    """Name of the object by which a node says that its files of a save are there: the manifest of its part."""
+    """The name of the object by which a node says that its files of a save are complete: the manifest of its part."""
     return record_name(save_id, f"{_PART}{node:05d}.json")
 
 
 def is_part(name: str) -> bool:
-    """Whether `part_name` has given this name."""
+    """Whether a name is from `part_name`."""
     return name.startswith(f"{RECORDS_DIR}/") and name.rpartition("/")[2].startswith(_PART)
 
 
 @contextlib.contextmanager
 def by_name(directory: Path, name: str) -> Iterator[None]:
-    """Errors that name the URL, not the directory of its mirror."""
+    """A context in which errors name the URL, not the directory of its mirror."""
     try:
         yield
     except MegaresumeError as error:
@@ -90,11 +91,11 @@ def by_name(directory: Path, name: str) -> Iterator[None]:
 
 
 class Mirror:
-    """See above.
+    """Shows a store as a directory.
 
     Args:
         store: the root.
-        root: an empty directory, which becomes the mirror.
+        root: an empty directory for the mirror.
     """
 
     def __init__(self, store: Store, root: Path) -> None:
@@ -102,20 +103,20 @@ class Mirror:
         self.sizes: Mapping[str, int] = {}
 
     def refresh(self) -> Head | None:
-        """Look at the store.
+        """Read the store.
 
         Returns:
-            what holds there; None if nobody has written there by this protocol.
+            the head in force; None if nobody has written there by this protocol.
 
         Raises:
-            CheckpointError: what holds there cannot be read, or changes all the time.
+            CheckpointError: the head in force cannot be read, or changes all the time.
             SetupError: the store does not answer, or refuses.
         """
         for _ in range(_TRIES):
-            # Names become paths: those that would lead out of the mirror are nobody's.
+            # Names become paths: ignore those that would lead out of the mirror.
             self.sizes = {name: size for name, size in self.store.sizes().items() if _is_path(name)}
             head = newest_head(self.store, self.sizes)
-            # Nothing was removed meanwhile, and no list was damaged: stores give no checksums of theirs.
+            # Nothing was removed in the meantime, and no listing was damaged: stores give no checksums for them.
             if self._fill(head) and _counting(self.store.sizes(), head) == _counting(self.sizes, head):
                 return head
         raise CheckpointError(
@@ -126,12 +127,12 @@ class Mirror:
         )
 
     def _fill(self, head: Head | None) -> bool:
-        """Whether everything was still there."""
+        """Fill the mirror; returns whether every object still existed."""
         shutil.rmtree(self.root, ignore_errors=True)
         make_dir(records_dir(self.root))
         for name in (MIRROR, STAND_INS):
             (self.root / name).touch()
-        #: name -> path below the records.
+        #: object name -> path below the records.
         wanted = dict(self._plain() if head is None else self._of_saves(head))
         from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
 
@@ -167,7 +168,7 @@ class Mirror:
                 is_left = is_part(name) or (record is not None and record.kind == "saving")
                 if parse_rank_file(match[3]) is not None:
                     self.stand_in(f"{RECORDS_DIR}/{match[3]}", self.sizes[name])
-                elif not is_left:  # by a kill, beside what counts
+                elif not is_left:  # left by a kill, next to valid ones
                     yield name, match[3]
             elif match is not None and match[1] == RECORDS_DIR and match[2] not in gone:
                 others.append((name, match[3]))
@@ -198,14 +199,14 @@ class Mirror:
         append_lines(ledger_path(self.root), lines)
 
     def stand_in(self, path: str, size: int) -> None:
-        """A file of this size in the mirror; it takes no room."""
+        """Create a file of this size in the mirror that takes no space."""
         place = self.root / path
         place.parent.mkdir(parents=True, exist_ok=True)
         with open(place, "wb") as file:
             os.truncate(file.fileno(), size)
 
     def point(self, head: Head) -> None:
-        """The pointers."""
+        """Write the pointers."""
         for name, text in ((LATEST, head.latest), (TRACKER, head.tracker)):
             if text is None:
                 (self.root / name).unlink(missing_ok=True)
@@ -213,7 +214,7 @@ class Mirror:
                 write_atomic(self.root / name, str(text).encode())
 
     def unfinished(self, head: Head) -> dict[Saved, list[str]]:
-        """Copies that began and are not committed, with what there is of them."""
+        """Copies that began and are not committed, with their objects."""
         known = {saved.save_id for saved in (*head.saves, *head.removed)}
         objects: dict[str, list[str]] = {}
         for name in self.sizes:
@@ -230,16 +231,16 @@ class Mirror:
         return found
 
     def has_objects(self, saved: Saved) -> bool:
-        """Whether there was anything of a save at the last look."""
+        """Whether a save had any object at the last look."""
         return any(f"/{saved.save_id}/" in name for name in self.sizes)
 
     def objects_of(self, tag: str, save_id: str) -> dict[str, int]:
-        """Everything that is in the store of a save now: names and bytes."""
+        """All objects of a save in the store now: name -> bytes."""
         return self.store.sizes(file_name(tag, save_id, "")) | self.store.sizes(record_name(save_id, ""))
 
 
 def _counting(sizes: Mapping[str, int], head: Head | None) -> tuple[str | None, dict[str, int]]:
-    """What counts of a list: the newest head, and the objects of the saves that a head names."""
+    """The valid part of a listing: the newest head, and the objects of the saves that it names."""
     saves = set() if head is None else {saved.save_id for saved in head.saves}
     found = ((name, _SAVE.fullmatch(name)) for name in sizes)
     return newest_name(sizes), {name: sizes[name] for name, match in found if match is not None and match[2] in saves}

@@ -1,14 +1,14 @@
-"""`Objects`: those of a checkpoint root in an object store, through fsspec: the few requests that copies need.
+"""`Objects`: the small objects of a checkpoint root in an object store, through fsspec; only the requests needed.
 
-    sizes          names and sizes below a prefix, of every page of the answer
+    sizes          names and sizes below a prefix, from all pages of the answer
     read           a small object
-    write          a small object, whole or not at all
-    create         the same, unless it is there: of two that try, one succeeds (`If-None-Match`, and its like elsewhere)
+    write          a small object, atomically
+    create         the same, unless it exists: if two try, one succeeds (`If-None-Match`, or the store's equivalent)
     delete         objects
-    abort_uploads  the parts of uploads that a kill left
+    abort_uploads  the parts of uploads left by a kill
 
-What may pass is tried again with back-off, as reads of data are (`megaresume.data.remote`), which also says how a store
-is reached.
+Errors that may pass are retried with back-off, as for reads of data (`megaresume.data.remote`), where the access to a
+store is described too.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ T = TypeVar("T")
 
 
 class NotAsSavedError(CheckpointError):
-    """An object is missing, or holds other bytes than were saved."""
+    """Raised if an object is missing, or has other bytes than were saved."""
 
 
-#: seconds that a request may take that sends a part.
+#: seconds that a request with a part may take.
 SENT_WITHIN = 600.0
-#: seconds for a last word as a program ends.
+#: seconds for a last request while a program exits.
 AT_THE_END = 10.0
 #: objects that S3 deletes in one request.
 _DELETED_AT_ONCE = 1000
@@ -45,7 +45,7 @@ def is_store(place: str | os.PathLike[str]) -> bool:
 
 
 class Objects:
-    """See above. Safe to use from several threads.
+    """The objects of a root. Safe to use from several threads.
 
     Args:
         url: ``s3://bucket/run``: names are relative to it.
@@ -63,7 +63,7 @@ class Objects:
         return self.url
 
     def reopen(self) -> None:
-        """Connect anew, with the credentials that are there now."""
+        """Reconnect, with the credentials available now."""
         self._remote.reopen()
 
     def sizes(self, prefix: str = "") -> dict[str, int]:
@@ -98,7 +98,7 @@ class Objects:
                     yield name, int(info["size"])
 
     def read(self, name: str) -> bytes | None:
-        """A small object; None if there is none. Raises SetupError, and NotAsSavedError if it is damaged."""
+        """The content of a small object; None if it does not exist. Raises SetupError; NotAsSavedError if damaged."""
 
         def get() -> bytes | None:
             try:
@@ -121,33 +121,33 @@ class Objects:
             ) from error
 
     def write(self, name: str, data: bytes) -> None:
-        """Put a small object in place, whatever was there. Raises SetupError."""
+        """Write a small object, replacing any. Raises SetupError."""
         self._tried(name, "written", lambda: self._put(name, data), verb="written")
 
     def try_write(self, name: str, data: bytes) -> None:
-        """The same once, for a program that ends: nobody waits for a store that does not answer."""
+        """Like `write`, but tried once, for a program that exits: it must not wait for a store that does not answer."""
         with contextlib.suppress(Exception):
             try:
                 self._put(name, data, seconds=AT_THE_END)
-            except OtherBytesError:  # or these would stay there
+            except OtherBytesError:  # or the wrong bytes would stay there
                 self._put(name, data, seconds=AT_THE_END)
 
     def create(self, name: str, data: bytes) -> bool:
-        """Put a small object in place, if there is none.
+        """Write a small object, unless it exists.
 
         Returns:
-            whether what is there now is this. Two that try at once must not try the same bytes.
+            whether the object now has this content. Processes that try at once must not write the same bytes.
 
         Raises:
             SetupError: the store does not answer, or refuses.
         """
         if self.creates(name, data):
             return True
-        # A store whose answer was lost is asked again, and then refuses what it has done already.
+        # If a store's answer was lost, the retry is refused because the object exists already.
         return self.read(name) == data
 
     def creates(self, name: str, data: bytes) -> bool:
-        """The same; but False also for the same bytes. Of a store without conditional writes always True."""
+        """Like `create`; but False for an existing object with the same bytes. Without conditional writes, True."""
 
         def attempt() -> bool:
             try:
@@ -164,7 +164,7 @@ class Objects:
             try:
                 send_with_md5(self._s3, "put_object", data, Key=self._key(name), seconds=seconds, **condition)
             except OtherBytesError:
-                if is_new:  # or nobody could ever put it in place
+                if is_new:  # otherwise nobody could ever create it
                     self._s3("delete_object", Key=self._key(name))
                 raise
             except OSError as error:
@@ -179,7 +179,7 @@ class Objects:
         files.pipe_file(url, data, **(how or {}), **patience(files, seconds))
 
     def _condition(self) -> dict[str, Any] | None:
-        """What tells fsspec to write only what is not there; None: this filesystem cannot."""
+        """The parameters by which fsspec only writes an object that does not exist; None: this filesystem has none."""
         files = self._remote.opened()
         takes = inspect.signature(getattr(files, "_pipe_file", files.pipe_file)).parameters
         conditions: dict[str, Any] = {"mode": "create", "overwrite": False}
@@ -187,11 +187,11 @@ class Objects:
 
     @property
     def is_conditional(self) -> bool:
-        """Whether the store can be asked to write only what is not there; some then ignore it."""
+        """Whether the store accepts conditional writes; some then ignore the condition."""
         return self._is_s3 or self._condition() is not None
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; no error for those that are not there. Raises SetupError."""
+        """Delete objects; no error if they do not exist. Raises SetupError."""
         doomed = list(names)
         for first in range(0, len(doomed), _DELETED_AT_ONCE):
             some = doomed[first : first + _DELETED_AT_ONCE]
@@ -210,13 +210,13 @@ class Objects:
                 files.rm_file(self._url(name), **patience(files))
 
     def abort_uploads(self, names: re.Pattern[str]) -> int:
-        """Give up the uploads in parts that are under way: those of a process that was killed take room.
+        """Abort unfinished uploads in parts: those of a killed process take space.
 
         Args:
-            names: of the objects. Another run, or a program of the user's, may upload to a folder below this one.
+            names: of the objects. Another run, or a user's program, may upload to a folder below this one.
 
         Returns:
-            how many there were; 0 also if the store does not say.
+            their number; 0 also if the store does not tell.
         """
         if not self._is_s3:
             return 0
@@ -239,7 +239,7 @@ class Objects:
         return count
 
     def _abort(self, key: str, upload: str) -> None:
-        with contextlib.suppress(Exception):  # the next start tries again, and a rule of the bucket can
+        with contextlib.suppress(Exception):  # the next start retries, and a rule of the bucket can do it
             self._s3("abort_multipart_upload", Key=key, UploadId=upload)
 
     # How
@@ -270,13 +270,13 @@ class Objects:
             ) from error
 
     def _check_bucket(self, error: FileNotFoundError) -> None:
-        """Pass on that it is the bucket that is not there."""
+        """Raise if it is the bucket that does not exist."""
         if self._is_s3 and "bucket" in str(error).lower():
             raise error
 
 
 def _settings() -> dict[str, Any]:
-    """Of S3's client."""
+    """Settings for S3's client."""
     from megaresume.checkpoint.store.http_session import HttpSession
 
     return {"http_session_cls": HttpSession}

@@ -1,7 +1,7 @@
 """`Scratch`: a temporary directory for the mirror of a store, which the next start removes if a kill left it.
 
 $TMPDIR/megaresume-store-x1y2/        the directory
-$TMPDIR/megaresume-store-x1y2.lock    locked while it is in use: the kernel lets go of it with the process
+$TMPDIR/megaresume-store-x1y2.lock    locked while it is in use: the kernel releases it with the process
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _PREFIX, _SUFFIX = "megaresume-store-", ".lock"
 
 
 class Scratch:
-    """See above. Removes what killed processes have left, and makes a new one; it goes with the process, or by `close`.
+    """Creates a temporary directory, after removing those of killed processes; removed at exit, or by `close`.
 
     Raises:
-        OSError: there is no room in $TMPDIR.
+        OSError: $TMPDIR is full.
     """
 
     def __init__(self) -> None:
@@ -31,14 +31,14 @@ class Scratch:
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.fstat(self._lock).st_nlink:
                 break
-            os.close(self._lock)  # another start was between the two, and took it for left
+            os.close(self._lock)  # another start, in between the two calls, took it for a leftover
         self.path = Path(name.removesuffix(_SUFFIX))
         self.path.mkdir(mode=0o700)
         self._process: int | None = os.getpid()
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Remove it, in the process that made it."""
+        """Remove it, in the process that created it."""
         if self._process == os.getpid():
             self._process = None
             atexit.unregister(self.close)

@@ -1,9 +1,9 @@
-"""`Store`: the files of a checkpoint root in an object store, beside its small `Objects`.
+"""`Store`: the files of a checkpoint root in an object store, in addition to its small `Objects`.
 
     upload     a file: large ones in parts, several at a time; each part compared with what the store has received
                (`receipts`)
-    download   a file: in ranges, several at a time, hashed in their order as they come; what a kill has left is not
-               read again; the whole by its checksum
+    download   a file: in ranges, several at a time, hashed in order as they arrive; after a kill, the next try reuses
+               them; verified as a whole by its checksum
 
 At most `BUFFERS` parts are in memory.
 """
@@ -37,23 +37,23 @@ T = TypeVar("T")
 
 
 class GaveWayError(Exception):
-    """An upload was stopped, for another one to come first."""
+    """Raised if an upload was stopped so that another one comes first."""
 
 
 class ChangedSourceError(CheckpointError):
-    """A local file that was to be copied is not what was saved."""
+    """Raised if a local file to be copied differs from what was saved."""
 
 
-#: bytes of a part of an upload, and of a range of a download; more if there would be more parts than S3 allows.
+#: bytes of a part of an upload, and of a range of a download; more if S3's limit on the number of parts requires it.
 PART = 16 << 20
 MOST_PARTS = 10_000
-#: requests at a time; files at a time; parts in memory.
+#: concurrent requests; concurrent files; parts in memory.
 REQUESTS, FILES = 8, 4
 BUFFERS = REQUESTS + FILES
 
 
 class Store(Objects):
-    """See above. Safe to use from several threads.
+    """The files of a root. Safe to use from several threads.
 
     Args:
         url: ``s3://bucket/run``: names are relative to it.
@@ -62,15 +62,15 @@ class Store(Objects):
     def __init__(self, url: str) -> None:
         super().__init__(url)
         self._buffers = threading.BoundedSemaphore(BUFFERS)
-        #: of parts that were sent; with those in use, not more than `BUFFERS`.
+        #: spare buffers for parts; with those in use, at most `BUFFERS`.
         self._spare: list[Buffer] = []
         self._pools: tuple[int, LastingThreads, LastingThreads] | None = None
-        #: whether the store compares a CRC32; None: it was not asked yet.
+        #: whether the store compares a CRC32; None: not tested yet.
         self._is_compared: bool | None = None
         self._asking = threading.Lock()
 
     def reopen(self) -> None:
-        """Connect anew, with the credentials that are there now."""
+        """Reconnect, with the credentials available now."""
         super().reopen()
         self._is_compared = self._is_compared or None
 
@@ -81,15 +81,15 @@ class Store(Objects):
 
         Args:
             files: the file, its name in the store, and its size and, if known, checksum.
-            gives_way: whether to stop, asked before each file and part.
+            gives_way: whether to stop, called before each file and part.
 
-        Returns:
-            their checksums, 32 hex digits, in this order.
+            Returns:
+                their checksums, 32 hex digits, in this order.
 
         Raises:
-            ChangedSourceError: a file is not what was saved.
+            ChangedSourceError: a file differs from what was saved.
             SetupError: the store does not answer, or refuses.
-            GaveWayError: it was stopped.
+            GaveWayError: ``gives_way`` stopped it.
         """
         try:
             return _all(self._of_files.submit(self._upload, *one, gives_way) for one in files)
@@ -115,7 +115,7 @@ class Store(Objects):
         if entry.size <= PART:
             with self._buffers:
                 with contextlib.suppress(IndexError):
-                    self._spare.pop().close()  # or there would be more than `BUFFERS`
+                    self._spare.pop().close()  # otherwise there would be more than `BUFFERS`
                 data = read_file(path)
                 checksum = xxhash.xxh3_128_hexdigest(data)
                 check_source(path, entry, checksum, len(data))
@@ -176,7 +176,7 @@ class Store(Objects):
         return hasher.hexdigest()
 
     def _buffer(self, size: int) -> Buffer:
-        """A spare one, or another in its place."""
+        """A spare buffer, or a new one in its place."""
         with contextlib.suppress(IndexError):
             if len(spare := self._spare.pop()) == size:
                 return spare
@@ -187,14 +187,14 @@ class Store(Objects):
         with self._asking:
             if self._is_compared is None:
                 self._is_compared = False
-                with contextlib.suppress(Exception):  # it is not known, and asked again after `reopen`
+                with contextlib.suppress(Exception):  # unknown, and tested again after `reopen`
                     self._is_compared = compares_crc32(functools.partial(self._ask, self._remote.impatient()), key)
             return self._is_compared
 
     def _complete(self, key: str, upload: str, parts: list[dict[str, Any]], size: int) -> None:
         try:
             self._s3("complete_multipart_upload", Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
-        except FileNotFoundError:  # an answer was lost, and it is asked again
+        except FileNotFoundError:  # an answer was lost, so that it is retried
             if int(self._s3("head_object", Key=key)["ContentLength"]) != size:
                 raise OSError("the upload is gone") from None
 
@@ -206,20 +206,20 @@ class Store(Objects):
         return hasher.hexdigest()
 
     def download_all(self, files: Iterable[tuple[str, Path, FileEntry]], beat: Callable[[], object]) -> None:
-        """Download files; those that are there with the right checksum are kept.
+        """Download files; existing ones with the right checksum are kept.
 
         Args:
             files: the name in the store, the file, and its size and checksum.
-            beat: called whenever something has come.
+            beat: called whenever data has arrived.
 
         Raises:
-            NotAsSavedError: an object is missing, or is not what was saved.
-            CheckpointError: the disk refuses.
+            NotAsSavedError: an object is missing, or differs from what was saved.
+            CheckpointError: a file cannot be written.
             SetupError: the store does not answer, or refuses.
         """
         from concurrent.futures import ThreadPoolExecutor  # only here: half of `inspect`'s import time
 
-        # Nothing trains yet: these threads, unlike those of uploads, give way to nobody.
+        # Nothing trains yet: unlike those of uploads, these threads need no low priority.
         with (
             ThreadPoolExecutor(REQUESTS, "megaresume-files") as pool,
             ThreadPoolExecutor(REQUESTS, "megaresume-ranges") as ranges,
@@ -243,7 +243,7 @@ class Store(Objects):
                     _done(part).unlink(missing_ok=True)
                     fsync_dir(path.parent)
                     return
-                part.unlink()  # of what a power cut left, too, it may be
+                part.unlink()  # the wrong bytes may also come from a power cut
                 _done(part).unlink(missing_ok=True)
                 if is_last:
                     raise NotAsSavedError(
@@ -258,14 +258,14 @@ class Store(Objects):
             raise NotAsSavedError(f"{self._url(name)} is missing", found=error.found) from error
 
     def _fill(self, name: str, part: Path, size: int, beat: Callable[[], object], ranges: ThreadPoolExecutor) -> str:
-        """Read the ranges that are not there yet, and force the file to the disk; its checksum, 32 hex digits.
+        """Read the missing ranges, and force the file to the disk; returns its checksum, 32 hex digits.
 
-        Which ranges are there, a file beside it says: one byte each, written after it.
+        A file beside it records which ranges exist: one byte each, written after the range.
         """
         descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         marks = os.open(_done(part), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         hasher = xxhash.xxh3_128()
-        #: in their order; each has a buffer until it is hashed.
+        #: in order; each has a buffer until it is hashed.
         coming: deque[Future[bytes | memoryview]] = deque()
 
         def bring(number: int) -> bytes | memoryview:
@@ -291,7 +291,7 @@ class Store(Objects):
             os.ftruncate(descriptor, size)
             done = os.pread(marks, -(-size // PART), 0)
             for number in range(-(-size // PART)):
-                # Whoever waits for a buffer has none that another file could wait for.
+                # Whoever waits for a buffer must not hold one that another file needs.
                 while not self._buffers.acquire(blocking=not coming):
                     hash_next()
                 coming.append(ranges.submit(bring, number))
@@ -310,13 +310,13 @@ class Store(Objects):
     # Threads
 
     def prepare(self) -> None:
-        """Have every thread that is needed later, up to the end of Python."""
+        """Start every thread that may be needed until Python exits."""
         from megaresume.checkpoint.store.threads import LastingThreads, senders
 
         self._workers()
         senders(os.getpid())
         if (loop := getattr(self._remote.opened(), "loop", None)) is not None:
-            # Looks up names of hosts, for requests that wait for it.
+            # Resolves host names for requests.
             loop.call_soon_threadsafe(loop.set_default_executor, LastingThreads(2, "megaresume-names"))
 
     @property
@@ -344,7 +344,7 @@ def _done(part: Path) -> Path:
 
 
 def _all(futures: Iterable[Future[T]]) -> list[T]:
-    """What they gave; the first error, when all of them are over."""
+    """The results; or the first error, once all have finished."""
     waiting = list(futures)
     errors = [error for future in waiting if (error := future.exception()) is not None]
     if errors:
@@ -353,11 +353,11 @@ def _all(futures: Iterable[Future[T]]) -> list[T]:
 
 
 def check_source(path: Path, entry: FileEntry, checksum: str, size: int) -> None:
-    """Raise a ChangedSourceError if a file that was read to be copied is not what was saved.
+    """Raise a ChangedSourceError if a file that was read to be copied differs from what was saved.
 
     Args:
         path: the file.
-        entry: its size, and its checksum if the save took one.
+        entry: its size, and its checksum if the save computed one.
         checksum, size: of what was read.
     """
     if size != entry.size or (entry.checksum is not None and checksum != entry.checksum):

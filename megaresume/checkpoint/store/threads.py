@@ -1,4 +1,4 @@
-"""`LastingThreads`: threads that work on while Python ends. `senders`: those that send the parts of uploads."""
+"""`LastingThreads`: threads that keep working while Python exits. `senders`: those that send the parts of uploads."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: parts of uploads that are sent at a time.
+#: concurrent uploads of parts.
 SENDERS = 8
 
 
 class LastingThreads(ThreadPoolExecutor):
-    """Threads that work on while Python ends, which waits for the last copies then, and starts no more threads.
+    """Threads that work while Python exits: it then waits for the last copies, and cannot start threads any more.
 
     Args:
-        count: how many.
+        count: the number of threads.
         name: of the threads.
     """
 
@@ -32,13 +32,13 @@ class LastingThreads(ThreadPoolExecutor):
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     def submit(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
-        """As `ThreadPoolExecutor.submit`."""
+        """See `ThreadPoolExecutor.submit`."""
         future: Future[T] = Future()
         self._waiting.put((future, functools.partial(function, *args, **kwargs)))
         return future
 
     def _work(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):  # the training comes first
+        with contextlib.suppress(OSError, AttributeError):  # the training has priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             future, call = self._waiting.get()
@@ -52,5 +52,5 @@ class LastingThreads(ThreadPoolExecutor):
 
 @functools.lru_cache(maxsize=1)
 def senders(process: int) -> LastingThreads:
-    """Those that send the parts of uploads, of this process: its parent's do not outlive a fork."""
+    """This process's threads that send the parts of uploads: those of a parent do not survive a fork."""
     return LastingThreads(SENDERS, "megaresume-senders")
