@@ -1,11 +1,11 @@
-"""`megaresume.attach`: exact data resume for every trainer, by what it is given.
+"""`megaresume.attach`: exact data resume for any trainer, recognised by what is passed.
 
-`TRAINERS` has a row for each, in any order: how it is recognised, without importing it, and the module whose function
-``attach`` does the work; `OWN_LOOP` is the row of a loop of the user's own. That function's own signature says which
-options there are, so each is checked by its name here.
+`TRAINERS` has a row for each, in any order: how to recognise it without importing it, and the module whose function
+``attach`` does the work; `OWN_LOOP` is the row for a user's own loop. The signature of that function defines the
+options, which are checked here by name.
 
-What these functions do with a trainer, one instance and not its class: `check_new`, `refuse` settings under which the
-data would be other data, `hook` its methods, or have an attribute `replaced` for a while. What is attached is in its
+These functions work on one trainer instance, not on its class: they `check_new`, `refuse` settings that would change
+the data, `hook` its methods, or have an attribute `replaced` for a while. An object keeps what is attached to it in its
 `SLOT`.
 """
 
@@ -40,17 +40,17 @@ class KnownTrainer:
 
     #: its name in messages.
     name: str
-    #: the beginning of its call of `attach`.
+    #: the beginning of the call of `attach` for it.
     call: str
-    #: package and name of its class. A subclass counts too, and goes to the nearest class that is in the table.
+    #: package and name of its class. A subclass counts too, and belongs to the nearest class in the table.
     classes: tuple[tuple[str, str], ...] = ()
     #: the module with its function ``attach``.
     module: str
-    #: this project's extra that installs the trainer; None: there is none, and users follow its own instructions.
+    #: our extra that installs the trainer; None: there is none, and users follow its own instructions.
     extra: str | None = None
     #: whether `megaresume replay` was tried with it.
     replays: bool = False
-    #: an instance is attached right after the first of these methods that it calls; empty: as soon as it is made.
+    #: an instance is attached right after it calls the first of these methods; empty: as soon as it is created.
     made_by: tuple[str, ...] = ()
 
 
@@ -141,7 +141,7 @@ TRAINERS = (
         module="megaresume.hosts.torchft_local_sgd",
     ),
 )
-#: A loop of the user's own has no class: a mapping of what it saves goes to it. The only one outside of `TRAINERS`.
+#: A user's own loop has no class: it is passed as a mapping of what it saves. The only one not in `TRAINERS`.
 OWN_LOOP = KnownTrainer(
     name="what a loop of your own saves, by name: {'model': model, 'optimizer': optimizer}",
     call="attach({...}, loader",
@@ -151,8 +151,8 @@ OWN_LOOP = KnownTrainer(
 )
 
 
-# What a type checker is told. The packages of most trainers have no types: the class of any of them would be `Any`, and
-# its overload would take every call.
+# For type checkers. The packages of most trainers have no types: the class of any of them would be `Any`, and its
+# overload would match every call.
 @overload
 def attach(
     trainer: Mapping[str, Any],
@@ -187,30 +187,30 @@ def attach(
     metrics: Any = None,
     **options: Any,
 ) -> Any:
-    """Give a trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
-    before it trains; docs/attach.md has a section for each trainer.
+    """Give a trainer its data in an exact order, and add the state of that data to its checkpoints. Call it on every
+    rank, before training; docs/attach.md has a section for each trainer.
 
     Args:
         trainer: a DeepSpeed engine, Hugging Face's Trainer, an Accelerator, Lightning's Trainer, a config of
             Megatron-Bridge, torchft's Manager; the *class* of torchtitan's or VeRL's trainer, whose instances are then
-            attached as they are made; or, for your own loop, what it saves, by name: ``{"model": model, "optimizer":
-            optimizer}``.
-        data: DeepSpeed: path of a data.yaml, the mapping in it, what follows ``--data-path``, a `Stream`, a
+            attached when they are created; or, for your own loop, what it saves, by name: ``{"model": model,
+            "optimizer": optimizer}``.
+        data: DeepSpeed: path of a data.yaml, its mapping, the words after ``--data-path``, a `Stream`, a
             `DataLoader`, or a loader with a state (Energon's, torchdata's). Hugging Face's Trainer: a dataset, or
             several, ``{name: (dataset, weight)}``; None: its ``train_dataset``. Accelerator, torchft, own loop: a
-            `DataLoader` or `StreamLoader`. Megatron-Bridge: given data-parallel rank and size, makes such a loader. The
-            others have it already.
-        checkpoints: where the run saves, and what it keeps; a directory stands for ``Checkpoints(save_dir=directory)``.
+            `DataLoader` or `StreamLoader`. Megatron-Bridge: a function of data-parallel rank and size that returns such
+            a loader. The others already have their data.
+        checkpoints: where the run saves, and what it keeps; a directory means ``Checkpoints(save_dir=directory)``.
         stop: when it saves and exits, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: ``"jsonl tensorboard"``; see docs/metrics.md. None: no figures.
         options: options of this trainer only: see its section.
 
     Returns:
-        what the trainer's section says: micro-batches to iterate over, a loop, the loader; or the class.
+        described in the trainer's section: micro-batches to iterate over, a loop, the loader; or the class.
 
     Raises on every rank:
-        UsageError: an unknown trainer, an option that it does not have, or a setting under which the data would
-            be other data, by name; or it is attached already.
+        UsageError: an unknown trainer, an option that it does not have, or a setting that would change the data, by
+            name; or it is already attached.
         CheckpointError: another job writes to the directory of the checkpoints.
         ConfigError, CorpusError: the data cannot be opened.
         SetupError: a package is missing; or data, directories or clocks differ between nodes.
@@ -280,12 +280,12 @@ def _function_of(trainer: KnownTrainer) -> Callable[..., Any]:
     return function
 
 
-#: a class that is attached; after which of its methods an instance was.
+#: on a class: that it is attached; on an instance: the method after which it was.
 _ATTACHED, _MADE_BY = "_megaresume_attached_class", "_megaresume_made_by"
 
 
 def _attach_class(trainer: KnownTrainer, cls: type, attach_one: Callable[[Any], Any]) -> type:
-    """Attach every instance as soon as it can be: what trains may be made by the trainer's own program."""
+    """Attach every instance as soon as possible: the trainer's own program may create it."""
     names = [name for name in trainer.made_by if hasattr(cls, name)]
     if not names:
         raise UsageError(
@@ -319,26 +319,26 @@ def _then_attached(before: Callable[..., Any], name: str, attach_one: Callable[[
     return made
 
 
-#: where an object keeps what is attached to it.
+#: the attribute in which an object keeps what is attached to it.
 SLOT = "_megaresume"
 
 _MISSING: Any = object()
 
 
 def hook(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Replace a method of one instance by ``function``, which is given the method before its arguments."""
+    """Replace a method of one instance by ``function``, which gets the method before its arguments."""
     before = getattr(owner, name)
 
     @functools.wraps(before)
     def hooked(_: Any, *args: Any, **kwargs: Any) -> Any:
         return function(before, *args, **kwargs)
 
-    setattr(owner, name, MethodType(hooked, owner))  # bound: torch's schedulers take `step` apart
+    setattr(owner, name, MethodType(hooked, owner))  # bound, as torch's schedulers take `step` apart
 
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Within it, these attributes of one instance have other values."""
+    """A context in which these attributes of one instance have other values."""
     own = {name: vars(owner).get(name, _MISSING) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)
@@ -346,14 +346,14 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
         yield
     finally:
         for name, value in own.items():
-            if value is _MISSING:  # its class has it
+            if value is _MISSING:  # an attribute of its class
                 delattr(owner, name)
             else:
                 setattr(owner, name, value)
 
 
 def kind_of(one: Any) -> str:
-    """The class of an object, with its module: for errors."""
+    """The class of an object, including its module, for errors."""
     return f"{type(one).__module__}.{type(one).__qualname__}"
 
 
@@ -366,16 +366,16 @@ def check_new(
     expected: str = "",
     action: str | None = None,
 ) -> None:
-    """Refuse an object of another kind, and one that is attached already.
+    """Refuse an object of another kind, and one that is already attached.
 
     Args:
         owner: the object.
-        what: what it is called.
-        missing: what it lacks, and objects of its kind have.
-        headline, expected, action: of the error, if it lacks anything.
+        what: its name.
+        missing: attributes that it lacks, and that objects of its kind have.
+        headline, expected, action: of the error, if anything is missing.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is of another kind, or already attached.
     """
     if missing:
         raise UsageError(
@@ -394,11 +394,11 @@ def refuse(refused: Mapping[str, tuple[Any, str]], *, expected: str | None = Non
     """Refuse settings that would change the data, or that are not known to work.
 
     Args:
-        refused: by name, what was found (nothing, if that is false) and the way out.
-        expected: what would be accepted. Of a setting that was found to be True: that it is not set.
+        refused: setting -> what was found (nothing, if that is false) and the way out.
+        expected: what would be accepted. By default, for a setting that is True: that it is not set.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: names the first one.
     """
     for name, (found, action) in refused.items():
         if found:
@@ -414,10 +414,10 @@ def require(needed: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse a trainer whose settings make it save too little.
 
     Args:
-        needed: by name, what was found and, if that is false, the way out.
+        needed: setting -> what was found and, if that is false, the way out.
 
     Raises:
-        UsageError: naming the first that is false.
+        UsageError: names the first one that is false.
     """
     for name, (found, action) in needed.items():
         if not found:

@@ -1,4 +1,4 @@
-"""`HostContract`: what every host must do, as a suite of tests for pytest; for people who write one. See docs/hosts.md.
+"""`HostContract`: what every host must do, as a suite of pytest tests for authors of hosts. See docs/hosts.md.
 
     class TestMine(HostContract):
         @pytest.fixture(scope="class")
@@ -6,18 +6,18 @@
         def driver(cls) -> Driver:
             return MyDriver()
 
-A `Driver` trains a small model with dropout on items, of which item i holds the number i. By `write_down` it notes what
-each step was given, as the model reads it. A `Job` says what to do differently each time. The suite starts few runs:
-one of one rank, one of two ranks that is killed in a save, and copies of it.
+A `Driver` trains a small model with dropout on items, of which item i contains the number i. It uses `write_down` to
+record what each step was given, as the model reads it. A `Job` describes one run. The suite starts few runs: one with
+one rank, one with two ranks that is killed during a save, and continuations of copies of it.
 
     every epoch                has every item once, in another order
-    killed in a save           resumed by one rank, with steps of other sizes, and by the same ranks, bit for bit
-    killed between two saves   the losses are those of a run that nobody killed: dropout, optimizer, schedule
+    killed during a save       resumed by one rank, with steps of other sizes, and by the same ranks, bit for bit
+    killed between two saves   the losses are those of an uninterrupted run: dropout, optimizer, schedule
     its machine lost           resumed on an empty one from an object store, if there is a fixture ``store_url``, with
                                the URL of an empty place
     asked to stop              it saves and exits
     more items                 each comes once; without ``append`` they are refused, and so are other items
-    a batch that was taken and not trained, a forgotten load, a damaged checkpoint, data restored at another place
+    a batch that was taken and not trained, a forgotten load, a damaged checkpoint, data restored at another position
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from megaresume.hosts.driver import ITEMS, STEP, Driver, Job, copied, items, lin
 
 
 class HostContract:
-    """See above. A trainer that cannot do a thing says so in a class attribute, and its page says so to its users."""
+    """The contract. What a trainer cannot do, its tests say in a class attribute, and its page tells users."""
 
     #: ranks of the run that is killed.
     ranks = 2
-    #: whether the last step of a run may have fewer samples than the others; if not, a run ends before it.
+    #: whether the last step of a run may have fewer samples than the others; otherwise the run ends before it.
     short_last_step = True
-    #: whether one rank loads what several have saved.
+    #: whether one rank can load what several have saved.
     elastic = True
-    #: whether the program asks for a load, and so can forget to.
+    #: whether the program requests a load, and so can forget it.
     asks_for_load = True
-    #: whether it saves and stops when it is asked to.
+    #: whether it saves and stops when asked to.
     stops = True
     #: whether its copies may go to an object store.
     stages = True
-    #: what a resume says of the random state, if megaresume restores it.
+    #: what a resume prints about the random state, if megaresume restores it.
     random_state = "random state restored"
-    #: what is said if items were added after those of the checkpoint, and if there are others.
+    #: part of the message if items were added after those of the checkpoint, and if items differ.
     grown, other = "10 items were added after", "99 items"
 
     @pytest.fixture(scope="class")
     @classmethod
     def driver(cls) -> Driver:
-        """Of this trainer."""
+        """The driver of this trainer."""
         raise NotImplementedError("a subclass has a fixture `driver`")
 
     @pytest.fixture(scope="class")
     @classmethod
     def whole(cls, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """A run of one rank, which nobody stops."""
+        """A run with one rank, uninterrupted."""
         directory = tmp_path_factory.mktemp("whole") / "run"
         cls.ended(driver, cls.of_one(directory=directory))
         return directory
@@ -73,7 +73,7 @@ class HostContract:
     @pytest.fixture(scope="class")
     @classmethod
     def order(cls, whole: Path) -> list[int]:
-        """The items that it has trained."""
+        """The items that it trained."""
         steps = trained(whole)
         assert [len(step) for step in steps] == cls.sizes(3 * ITEMS)
         return items(steps)
@@ -81,7 +81,7 @@ class HostContract:
     @pytest.fixture(scope="class")
     @classmethod
     def killed(cls, driver: Driver, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """One of two ranks, killed in the second epoch: in the middle of the save of step 24."""
+        """A run with two ranks, killed in the second epoch, during the save of step 24."""
         directory = tmp_path_factory.mktemp("killed") / "run"
         ran = driver.run(cls.of_ranks(directory=directory, save_every=8, kill=("save", 24)))
         assert ran.status in (-signal.SIGKILL, 128 + signal.SIGKILL, 1), ran.said[-3000:]
@@ -90,12 +90,12 @@ class HostContract:
 
     @pytest.fixture
     def copy(self, killed: Path, tmp_path: Path) -> Path:
-        """A copy of it."""
+        """A copy of the killed run."""
         return copied(killed, tmp_path)
 
     @staticmethod
     def checkpoints_of(directory: Path) -> Path:
-        """Where the checkpoints of a run lie: in the directory of its job, or in one within that."""
+        """The directory of a run's checkpoints: that of its job, or one within it."""
         return directory
 
     @classmethod
@@ -105,29 +105,29 @@ class HostContract:
 
     @classmethod
     def newest(cls, directory: Path) -> int | None:
-        """Its step."""
+        """The step of the newest complete checkpoint."""
         choice = cls.choice_of(directory)
         return None if choice is None else choice.iteration
 
     @classmethod
     def sizes(cls, samples: int, step: int = STEP) -> list[int]:
-        """Of the steps that train so many samples."""
+        """The sizes of the steps that train this many samples."""
         left = samples % step if cls.short_last_step else 0
         return [step] * (samples // step) + [left] * bool(left)
 
     @classmethod
     def of_one(cls, **options: Any) -> Job:
-        """A job of one rank, for three epochs."""
+        """A job with one rank, for three epochs."""
         return Job(**{"steps": len(cls.sizes(3 * ITEMS))} | options)
 
     @classmethod
     def of_ranks(cls, **options: Any) -> Job:
-        """A job of several ranks, with the steps of one."""
+        """A job with several ranks, with the same steps as with one."""
         return cls.of_one(ranks=cls.ranks, **{"batch": 4 // cls.ranks} | options)
 
     @classmethod
     def again(cls, directory: Path, *, batch: int = 4, **options: Any) -> Job:
-        """A job that resumes a killed one: of one rank, if that can load."""
+        """A job that resumes a killed one: with one rank, if that can load."""
         ranks = 1 if cls.elastic else cls.ranks
         if batch % ranks:
             pytest.skip("elastic = False: only as many ranks as have saved can load")
@@ -135,14 +135,14 @@ class HostContract:
 
     @staticmethod
     def ended(driver: Driver, job: Job) -> str:
-        """What a run said that came to its end."""
+        """The output of a run that ended normally."""
         ran = driver.run(job)
         assert ran.status == 0, ran.said[-6000:]
         return ran.said
 
     @staticmethod
     def refused(driver: Driver, job: Job, *words: str) -> None:
-        """A run is refused; it says so, in one of these ways."""
+        """Check that a run is refused, and mentions one of these words."""
         ran = driver.run(job)
         assert ran.status != 0 and any(one in ran.said for one in words), ran.said[-6000:]
 
@@ -184,7 +184,7 @@ class HostContract:
     def test_the_losses_are_those_of_a_run_that_nobody_killed(
         self, driver: Driver, whole: Path, tmp_path: Path
     ) -> None:
-        """The checkpoint is that of the end of an epoch."""
+        """The checkpoint is from the end of an epoch."""
         job: dict[str, Any] = {"directory": tmp_path / "run", "save_every": 13}
         assert driver.run(self.of_one(kill=("step", 17), **job)).status != 0
         self.ended(driver, self.of_one(attempt=2, **job))
@@ -239,7 +239,7 @@ class HostContract:
         assert self.newest(tmp_path / "run") is None
 
     def test_a_forgotten_load(self, driver: Driver, copy: Path) -> None:
-        """Nothing is trained, and nothing that is there is changed."""
+        """Nothing is trained, and nothing that exists is changed."""
         if not self.asks_for_load:
             pytest.skip("asks_for_load = False: the trainer loads by itself")
         choice = self.choice_of(copy)
@@ -251,7 +251,7 @@ class HostContract:
         assert all(path.read_bytes() == content for path, content in files.items())
 
     def test_data_that_comes_back_at_another_place(self, driver: Driver, copy: Path) -> None:
-        """Nothing is trained: it would be other samples than those that the weights have not seen."""
+        """Nothing is trained, as the samples would not be those that the weights have not seen."""
         before = len(lines(copy))
         words = (
             "did not come back to the place where it was saved",

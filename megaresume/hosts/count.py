@@ -1,8 +1,9 @@
 """The count of what was taken and what was trained: the promise of megaresume, under every trainer.
 
-A checkpoint says "these steps have trained these samples", and a resume continues with the next one. That is true if
-each optimizer step trains the micro-batches that were taken for it, each of them once, and nothing else. `Count` sees
-to it. It knows no trainer, no data and no file. A host reports each event; an event that does not fit is refused.
+A checkpoint says "these steps have trained these samples", and a resume continues with the next sample. That is true if
+each optimizer step trains the micro-batches that were taken for it, each exactly once, and nothing else. `Count`
+ensures this. It knows neither trainer nor data nor files. A host reports each event; an event that does not fit is
+refused.
 
                          take()                take()
         IDLE --------------------> TAKEN --------------> WHOLE      FAILED: a refusal is repeated from then on,
@@ -16,33 +17,33 @@ to it. It knows no trainer, no data and no file. A host reports each event; an e
     begin()      a step's size  sets the size of the step, once before its first take(): without it, that makes it WHOLE
     take()       handed out     continues                continues                  refused: it would never be trained
     use()        in gradients   refused: trained twice   once for each that is out  once for each that is out
-    stepped()    weights change refused: it has trained  refused: it has not        trained: step + 1, samples = end,
-                                something else           taken all of the step      however many use() has reported
-    check_step() before that    refused as stepped() is, but before the weights change; and if some are `unseen`
-    trained_to() a counter      up to this sample all are trained, and later ones stay out: refused if fewer were taken,
-                                or more are out than `ahead` allows
+    stepped()    weights change refused: it has trained  refused: not all of the    trained: step + 1, samples = end,
+                                something else           step was taken             however many use() has reported
+    check_step() before that    refused like stepped(), but before the weights change; also if some are `unseen`
+    trained_to() a counter      all samples before this one are trained, and later ones stay out: refused if fewer were
+                                taken, or more are out than `ahead` allows
     check_idle() a new ``for``  continues                refused: they would not be trained
     check_save() a checkpoint   continues                refused if some are used: no file has their gradients
-    compare()    its own count  refused unless the trainer counts the same
+    compare()    its own count  refused unless the trainer's count is the same
     return_all() a step undone  continues                IDLE: they are handed out again
-    loaded()     a checkpoint   so many steps have trained so many samples; IDLE
+    loaded()     a checkpoint   this many steps have trained this many samples; IDLE
 
-Micro-batches that are out when a run ends, or is killed, are not trained. They come again after a resume.
+Micro-batches that are out when a run ends or is killed are not trained. They come again after a resume.
 
-A rank with ``reads=False`` (a stage in the middle of a pipeline) takes nothing: its use(), stepped() and check_step()
-refuse nothing, and stepped() advances by the size of the step.
+A rank with ``reads=False`` (a middle stage of a pipeline) takes nothing: its use(), stepped() and check_step() refuse
+nothing, and stepped() advances by the size of the step.
 
-What the promise takes from the host, and cannot see by itself:
+What the promise relies on the host for, as it cannot be checked here:
 
-    that the model was trained on each          use() and stepped() believe it. check_step() refuses the step if the
-    micro-batch, once                           host names ones that were not (`unseen`): DeepSpeed's alone does, and
-                                                refuses those of two backwards
-    that each optimizer step is reported        compare() finds one that was not, where the trainer counts steps too
-    the steps of Megatron                       it reports none, so the host begins one step without an end
+    the model was trained on each micro-batch,  use() and stepped() trust this. check_step() refuses the step if the
+    exactly once                                host names some that were not (`unseen`): only DeepSpeed's does, and it
+                                                refuses those with two backwards
+    each optimizer step is reported             compare() finds one that was not, if the trainer counts steps too
+    Megatron's steps                            none is reported, so the host begins one step without an end
                                                 (``begin(sys.maxsize)``): the count is never WHOLE, and trained_to()
                                                 compares what was taken with Megatron's own counter of samples
 
-`megaresume.hosts.steps` has the count of a trainer that takes its micro-batches by a ``for``.
+`megaresume.hosts.steps` has the count for a trainer that iterates over its micro-batches.
 """
 
 from __future__ import annotations
@@ -55,21 +56,21 @@ from megaresume.stream.errors import MegaresumeError, StateError, listed
 
 T = TypeVar("T")
 
-#: the likely cause of a refusal, and the way out.
+#: the likely cause of a refusal, and what to do.
 Why = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Words:
-    """The words of one trainer for errors: its calls, and the usual mistakes with it."""
+    """The words for one trainer in errors: its calls, and the usual mistakes with it."""
 
     trainer: str
-    #: the call that makes a step, or says that one was made.
+    #: the call that does a step, or reports one.
     clock: str
-    #: the next micro-batch is asked for.
+    #: the call for the next micro-batch.
     next: str
-    #: a micro-batch was taken and not trained; a step has not all of its own; a checkpoint is asked for within a step;
-    #: the trainer counts other steps.
+    #: causes: a micro-batch was taken and not trained; a step is incomplete; a checkpoint is requested within a step;
+    #: the trainer's count of steps differs.
     untrained: Why
     incomplete: Why
     early_save: Why
@@ -80,22 +81,22 @@ class Words:
 class Taken(Generic[T]):
     """A micro-batch that is out."""
 
-    #: ``str()`` names it, for errors.
+    #: ``str()`` of it is its name in errors.
     batch: T
-    #: the sample after it.
+    #: the number of the sample after it.
     end: int
 
 
 class Count(Generic[T]):
-    """The micro-batches of one rank. All positions are in samples of all ranks together, since the start of the run.
+    """The micro-batches of one rank. All positions count samples of all ranks together, since the start of the run.
 
     Args:
         words: of the trainer.
-        step: optimizer steps made.
-        samples: that they trained.
-        reads: whether this rank is given micro-batches. A stage in the middle of a pipeline is not: it only counts.
-        checks_before_weights_change: whether the host calls `check_step` before each step. What is refused has then
-            changed no weights, so that they may still be saved.
+        step: optimizer steps done.
+        samples: samples trained by them.
+        reads: whether this rank gets micro-batches. A middle stage of a pipeline does not: it only counts.
+        checks_before_weights_change: whether the host calls `check_step` before each step. Then a refusal comes before
+            the weights change, so that they may still be saved.
     """
 
     def __init__(
@@ -112,16 +113,16 @@ class Count(Generic[T]):
         self.loaded(step, samples)
 
     def loaded(self, step: int, samples: int) -> None:
-        """A checkpoint was loaded, or the run begins: so many steps have trained so many samples."""
+        """Set the count after a load, or at the start of the run: this many steps have trained this many samples."""
         self.step, self.samples, self.end = step, samples, samples
         self.out: list[Taken[T]] = []
-        #: samples of the step that is handed out; 0: it has not begun.
+        #: samples of the current step; 0: it has not begun.
         self.size = 0
         #: whether all of them are out.
         self.is_whole = False
-        #: whether the micro-batch that was handed out last is the last one of its step; also after `stepped`.
+        #: whether the last micro-batch handed out is the last one of its step; stays set after `stepped`.
         self.ends_step = False
-        #: how many micro-batches that are out may be in the gradients.
+        #: how many of the micro-batches that are out may be in the gradients.
         self.used = 0
         #: the error that ended the training; whether the weights are still those of `step`, so that they may be saved.
         self.failure: MegaresumeError | None = None
@@ -135,16 +136,16 @@ class Count(Generic[T]):
     # What happens
 
     def begin(self, size: int) -> None:
-        """Set the number of samples of the step, before its first `take`; a later call counts from the next `take`."""
+        """Set the number of samples in the step, before its first `take`; a later call applies from the next `take`."""
         self.size = size
 
     def take(self, batch: T, end: int, *, is_last: bool = False) -> None:
-        """A micro-batch is handed out.
+        """Note that a micro-batch is handed out.
 
         Args:
             batch: see `Taken`.
             end: the sample after it, and after those of the other ranks that are handed out at the same time.
-            is_last: the data ends with it, before the step has all samples of `begin`.
+            is_last: the data ends with it, before the step has all samples set by `begin`.
         """
         self.check_more()
         self.out.append(Taken(batch, end))
@@ -152,17 +153,17 @@ class Count(Generic[T]):
         self.is_whole = self.ends_step = is_last or end - self.samples >= self.size
 
     def use(self) -> None:
-        """One more micro-batch that is out goes into the gradients."""
+        """Note that one more micro-batch that is out goes into the gradients."""
         if self.reads and len(self.out) <= self.used:
             raise self._refuse(self._incomplete(f"{self.words.clock} was called again", is_none=True))
         self.used += self.reads
 
     def return_all(self) -> None:
-        """No micro-batch that is out is in the gradients: all are handed out again."""
+        """Note that the gradients contain no micro-batch that is out: all are handed out again."""
         self.out, self.end, self.is_whole, self.used = [], self.samples, False, 0
 
     def stepped(self) -> Sequence[T]:
-        """An optimizer step was made; returns what it has trained. Raises as `check_step`."""
+        """Note that an optimizer step was done; returns what it has trained. Raises as `check_step`."""
         self.check()
         if (error := self._not_all("a step was made")) is not None:
             raise self.fail(error)
@@ -174,14 +175,14 @@ class Count(Generic[T]):
         return done
 
     def trained_to(self, samples: int, *, ahead: Container[int] | None = (0,)) -> None:
-        """All samples before this one are trained: for a trainer that counts samples and reports no steps.
+        """Note that all samples before this one are trained, for a trainer that counts samples and reports no steps.
 
         Args:
-            samples: trained.
-            ahead: how many more may be out; None: any number.
+            samples: their number.
+            ahead: how many further samples may be out; None: any number.
 
         Raises:
-            StateError: fewer were taken, so others were trained; or more were.
+            StateError: fewer were taken, so others were trained; or more were taken.
         """
         self.check()
         if samples > self.end:
@@ -191,7 +192,7 @@ class Count(Generic[T]):
             raise self.fail(self.untrained(f"{self.words.trainer} has counted {samples} samples"))
 
     def fail(self, error: MegaresumeError, *, may_save: bool = False) -> MegaresumeError:
-        """From now on train nothing, and save nothing unless the weights are surely those of `step` (``may_save``)."""
+        """Stop training from now on, and saving unless the weights are certainly those of `step` (``may_save``)."""
         self.failure, self._may_save = error, self._may_save and may_save
         return error
 
@@ -206,20 +207,20 @@ class Count(Generic[T]):
         """Raise a StateError if another micro-batch is asked for while all of the step's are out.
 
         Args:
-            unseen: micro-batches that are out and of which no gradients were made, as far as the host knows.
+            unseen: micro-batches that are out, but not in the gradients, as far as the host knows.
         """
         self.check()
         if self.is_whole:
             raise self._refuse(self.untrained(self.words.next, unseen))
 
     def check_idle(self) -> None:
-        """Raise a StateError if a micro-batch is out as a new ``for`` begins: it would not be trained."""
+        """Raise a StateError if a micro-batch is out when a new ``for`` begins: it would not be trained."""
         self.check()
         if self.out:
             raise self._refuse(self.untrained("a new `for` begins"))
 
     def check_step(self, unseen: Iterable[T] = ()) -> None:
-        """Before the weights change, if the trainer can be asked then: raise a StateError unless the whole step is out.
+        """Raise a StateError unless the whole step is out; before the weights change, if the trainer allows that.
 
         Args:
             unseen: see `check_more`.
@@ -238,7 +239,7 @@ class Count(Generic[T]):
             raise self._refuse(_error(headline, self._taken(), expected, self.words.early_save))
 
     def compare(self, step: int, samples: int | None = None) -> None:
-        """Raise a StateError if the trainer counts other steps, or other samples (None if it counts none)."""
+        """Raise a StateError if the trainer's count of steps, or of samples, differs (None: it counts no samples)."""
         if step == self.step and samples in (None, self.samples):
             return
         found, expected = f"step {step}", f"step {self.step}"
@@ -249,12 +250,12 @@ class Count(Generic[T]):
         raise self.fail(_error(headline, found, f"{expected}, as the data was read", self.words.other_count))
 
     def untrained(self, when: str, unseen: Iterable[T] = (), *, why: Why | None = None) -> StateError:
-        """A micro-batch was taken and not trained.
+        """The error for a micro-batch that was taken and not trained.
 
         Args:
-            when: what shows it.
+            when: the event that shows it.
             unseen: see `check_more`.
-            why: if more is known than `Words` says.
+            why: overrides `Words` if more is known.
         """
         names = ", ".join(str(batch) for batch in unseen)
         return _error(

@@ -1,6 +1,6 @@
-"""A run of the contract of hosts (`Job`), who starts it (`Driver`), and what it has trained (`write_down`, `trained`).
+"""A run of the host contract (`Job`), what starts it (`Driver`), and what it has trained (`write_down`, `trained`).
 
-For programs as well, which need no pytest: see `megaresume.hosts.contract`.
+Also for programs without pytest: see `megaresume.hosts.contract`.
 """
 
 from __future__ import annotations
@@ -20,47 +20,47 @@ from typing import Any, Literal
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-#: items of the data set, and samples of a step.
+#: items in the data set, and samples per step.
 ITEMS, STEP = 100, 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A run that a driver is to start."""
+    """A run for a driver to start."""
 
-    #: of the checkpoints; what is trained is written down beside it.
+    #: for the checkpoints; what is trained is recorded beside it.
     directory: Path
-    #: which process of the run this is, from 1: `write_down` is given it.
+    #: the number of this process in the run, from 1; passed to `write_down`.
     attempt: int = 1
     #: data-parallel ranks.
     ranks: int = 1
-    #: of the data set.
+    #: number of items in the data set.
     items: int = ITEMS
-    #: samples of a micro-batch of a rank, and micro-batches of a step.
+    #: samples in a micro-batch of a rank, and micro-batches per step.
     batch: int = 4
     accumulation: int = 2
-    #: after which the run ends. It saves at its end as well.
+    #: after which the run ends. It also saves at its end.
     epochs: int = 3
     #: the same for a trainer that counts steps: the number of the last one, since the start of the run.
     steps: int = 3 * ITEMS // STEP
     #: steps between two saves.
     save_every: int = 50
-    #: SIGKILL to a rank that comes there: within the ``save`` of a step, with files half written, or after a ``step``.
+    #: SIGKILL a rank here: during the ``save`` of a step, with files half written, or after a ``step``.
     kill: tuple[Literal["", "save", "step"], int] = ("", 0)
-    #: for `Checkpoints`, if not empty: the URL of an object store. The program then calls `wait_for_copies`.
+    #: for `Checkpoints`, if not empty: the URL of an object store. Then the program calls `wait_for_copies`.
     stage_to: str = ""
-    #: a file that the program makes after so many steps, and that `StopConditions` names; 0: none.
+    #: a file named in `StopConditions`, which the program creates after this many steps; 0: none.
     stop_after: int = 0
-    #: of the data, if it has grown.
+    #: option of the data, if it has grown.
     append: Literal["next_epoch", "now"] | None = None
-    #: what the program does wrong: ``look`` at a batch before it trains; not to ``load``; or its data comes back at
+    #: the program's mistake: to ``look`` at a batch before it trains; to forget to ``load``; or its data resumes at
     #: another ``place``, by `misplaced`.
     mistake: Literal["", "look", "load", "place"] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run that has ended."""
+    """A finished run."""
 
     #: 0; not 0 if the program was refused or killed.
     status: int
@@ -69,19 +69,19 @@ class Ran:
 
 
 class Driver(ABC):
-    """Starts the runs of one trainer. A run of one rank that is not killed may train in the tests' process."""
+    """Starts the runs of one trainer. A run with one rank that is not killed may train in the tests' process."""
 
     @abstractmethod
     def run(self, job: Job) -> Ran:
-        """Train, to the end or as far as the job says."""
+        """Train to the end, or as far as the job says."""
 
 
 class ProgramDriver(Driver):
-    """A driver of a program that is given the job as JSON, in a process for each run.
+    """A driver for a program that gets the job as JSON, and starts a process for each run.
 
     Args:
-        command: of one rank; the JSON is its last argument. ``directory`` is a string there.
-        launcher: before the command, if there are several ranks: ``{ranks}`` in it is their number.
+        command: for one rank; the JSON is its last argument, with ``directory`` as a string.
+        launcher: words before the command, for several ranks: ``{ranks}`` in them is replaced by their number.
     """
 
     def __init__(self, command: Sequence[str], launcher: Sequence[str] = ()) -> None:
@@ -99,24 +99,24 @@ class ProgramDriver(Driver):
 
 
 def write_down(directory: Path, rank: int, **line: Any) -> None:
-    """A line of the record of a rank, beside the directory.
+    """Write a line to the record of a rank, beside the directory.
 
     Args:
         directory: of the job.
-        rank: that writes.
-        line: ``attempt``; ``step``, from 1, that is under way; the ``items`` of a micro-batch; its ``loss``.
+        rank: the rank that writes.
+        line: ``attempt``; the current ``step``, from 1; the ``items`` of a micro-batch; its ``loss``.
     """
     with directory.with_name(f"{directory.name}.record.{rank}").open("a") as file:
         file.write(json.dumps({"rank": rank, **line}) + "\n")
 
 
 def wait_for_copies(job: Job, step: int, seconds: float = 120.0) -> None:
-    """After each step that was made: the last one before a kill waits for the copies of what was saved.
+    """Call after each step: the last one before a kill waits until something saved has been copied.
 
     Args:
-        job: of which something was saved by then.
-        step: that was made.
-        seconds: at most.
+        job: one that has saved something by then.
+        step: the step that was done.
+        seconds: most seconds to wait.
 
     Raises:
         TimeoutError: nothing was copied.
@@ -132,7 +132,7 @@ def wait_for_copies(job: Job, step: int, seconds: float = 120.0) -> None:
 
 @contextmanager
 def misplaced(job: Job) -> Iterator[None]:
-    """Around a program: if its mistake is ``place``, its data comes back a step after the place that its state says."""
+    """Wrap a program: if its mistake is ``place``, its data resumes a step after the position in its state."""
     restore = Stream.restore
 
     def restore_later(self: Stream, state: StreamState | None) -> None:
@@ -153,7 +153,7 @@ def lines(directory: Path) -> list[dict[str, Any]]:
 
 
 def trained(directory: Path) -> list[list[int]]:
-    """The items of each step, in the order of the stream; what a later process did again counts once."""
+    """The items of each step, in stream order; a step that a later process repeated counts once."""
     steps: dict[int, dict[int, list[list[int]]]] = {}
     written = lines(directory)
     for attempt in sorted({line["attempt"] for line in written}):
@@ -170,12 +170,12 @@ def trained(directory: Path) -> list[list[int]]:
 
 
 def items(steps: list[list[int]]) -> list[int]:
-    """Of all steps, one after the other."""
+    """The items of all steps, in order."""
     return list(chain.from_iterable(steps))
 
 
 def losses(directory: Path) -> dict[int, list[float]]:
-    """Of each step, as it was trained last."""
+    """The losses of each step, as it was last trained."""
     found: dict[tuple[int, int], list[float]] = {}
     for line in lines(directory):
         found.setdefault((line["step"], line["attempt"]), []).append(line["loss"])
@@ -183,7 +183,7 @@ def losses(directory: Path) -> dict[int, list[float]]:
 
 
 def copied(directory: Path, to: Path) -> Path:
-    """A copy of a run, with what it has written down beside it."""
+    """Copy a run, with the records beside it."""
     for path in directory.parent.iterdir():
         (shutil.copytree if path.is_dir() else shutil.copy)(path, to / path.name)
     return to / directory.name

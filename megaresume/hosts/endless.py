@@ -1,7 +1,7 @@
-"""A `megaresume.DataLoader` under a trainer that counts steps and knows no epochs: DeepSpeed's engine, Megatron.
+"""A `megaresume.DataLoader` under a trainer that counts steps and has no epochs: DeepSpeed's engine, Megatron.
 
-`Endless`: its micro-batches, one epoch after the other. What the two must have in common is compared when the loader is
-given: that it has no end (`check_endless`), its rank, and its steps (`check_steps`).
+`Endless`: its micro-batches, one epoch after the other. When the loader is given, it is checked against the trainer:
+it has no end (`check_endless`), and its rank and its steps (`check_steps`) agree.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Endless:
         self._batches: Iterator[Any] | None = None
 
     def next(self, sample: int) -> Any:
-        """The micro-batch that begins there, which follows the one before."""
+        """The micro-batch that begins at this sample, which must follow the previous one."""
         batch = _END
         while batch is _END:
             if self._batches is None:
                 self._batches = self._feed.read(sample)
-            if (batch := next(self._batches, _END)) is _END:  # of the epoch
+            if (batch := next(self._batches, _END)) is _END:  # end of the epoch
                 self._batches = None
         return batch
 
@@ -46,7 +46,7 @@ class Endless:
 
 
 def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str) -> None:
-    """Raise a UsageError unless it is a `DataLoader` without an end, of this data-parallel rank.
+    """Raise a UsageError unless it is a `DataLoader` without an end, for this data-parallel rank.
 
     Args:
         loader: of this rank.
@@ -81,14 +81,14 @@ def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str) -
 
 
 def check_steps(loader: DataLoader, trainer: str, micro: int, accumulation: int, said: str) -> None:
-    """Raise a UsageError if the loader makes other steps than the trainer.
+    """Raise a UsageError if the loader's steps differ from the trainer's.
 
     Args:
         loader: of this rank.
         trainer: for people.
-        micro: samples of a micro-batch.
-        accumulation: micro-batches of a step.
-        said: where the trainer has them from.
+        micro: samples in a micro-batch.
+        accumulation: micro-batches per step.
+        said: where the trainer has these numbers from.
     """
     if (loader.micro_batch_size, loader.accumulation) != (micro, accumulation):
         raise UsageError(

@@ -1,13 +1,13 @@
-"""The data of a loop: `ItemFeed` of a `DataLoader`, `StreamFeed` of a `StreamLoader`.
+"""The data of a loop: `ItemFeed` for a `DataLoader`, `StreamFeed` for a `StreamLoader`.
 
-Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and how many samples are a step.
-For trainers that count epochs by themselves: `micro_batches`, `micro_batches_to`, `warn_of_left_over`.
+Each is the `Data` of a session, and a `Feed`: micro-batches from a sample on, and the number of samples in a step.
+For trainers that count epochs themselves: `micro_batches`, `micro_batches_to`, `warn_of_left_over`.
 
-The feeds of all processes make one run: each sample of a step is trained by one rank, and by no other. Every loader
-deals out by itself, by its number among the data-parallel ranks. In `check_shares` the processes compare these numbers,
-and what else they deal by; in `check_same_data`, what they deal out; in `check_averaged`, the numbers with those over
-which gradients are averaged. Processes that train the same samples together (tensor, pipeline, context parallelism)
-have the same number.
+The feeds of all processes form one run: each sample of a step is trained by exactly one rank. Every loader deals out
+samples independently, by its number among the data-parallel ranks. `check_shares` compares these numbers between
+processes, and everything else that dealing depends on; `check_same_data` compares the data; `check_averaged` compares
+the numbers with the processes over which gradients are averaged. Processes that train the same samples together
+(tensor, pipeline, context parallelism) have the same number.
 """
 
 from __future__ import annotations
@@ -41,35 +41,35 @@ log = logging.getLogger(__name__)
 
 
 class Feed(StreamData, Protocol):
-    """The micro-batches of one rank. All positions are in samples of all ranks together."""
+    """The micro-batches of one rank. All positions count samples of all ranks together."""
 
-    #: of this rank: a `DataLoader` or a `StreamLoader`.
+    #: this rank's `DataLoader` or `StreamLoader`.
     loader: Any
     #: whether the data ends before a step that would be short.
     whole_steps: bool
 
     @property
     def layout(self) -> str:
-        """The division of samples into steps and micro-batches, the same on every rank."""
+        """How samples are divided into steps and micro-batches; the same on every rank."""
 
     def read(self, sample: int) -> Iterator[Any]:
-        """The micro-batches from a sample on, with which a step begins, to the end of the epoch or of the data."""
+        """The micro-batches from a sample on, at which a step begins, to the end of the epoch or of the data."""
 
     def pass_end(self, sample: int) -> int | None:
-        """The end of a ``for`` that begins there: the first step that reaches it; None: the end of the data."""
+        """The end of a ``for`` that begins at this sample; it ends with the step that gets there. None: the data's."""
 
     def has(self, sample: int) -> bool:
-        """Whether the data has, from there on, a micro-batch for every rank; with whole steps alone, a step."""
+        """Whether the data has, from this sample on, a micro-batch for every rank; or a step, by ``whole_steps``."""
 
     def after(self, batch: Any, sample: int) -> int:
-        """The sample after a micro-batch that was just read, and that begins there."""
+        """The sample after a micro-batch that was just read, and that begins at ``sample``."""
 
     def numbers(self, first: int, stop: int, *, step: int) -> Sequence[int]:
-        """The samples that this rank was given, of a micro-batch ``first .. stop`` of all ranks.
+        """The samples that this rank got in a micro-batch ``first .. stop`` of all ranks.
 
         Args:
             first, stop: samples.
-            step: with which its step begins.
+            step: the first sample of its step.
         """
         loader = self.loader
         if loader.balance is None:
@@ -79,17 +79,17 @@ class Feed(StreamData, Protocol):
 
     @property
     def end(self) -> int | None:
-        """The sample at which the last step is cut off, also in the middle; None: that is where the data ends."""
+        """The sample at which the last step is cut off, even in the middle; None: where the data ends."""
         return None
 
     def size_at(self, sample: int) -> int:
-        """Samples of the step that begins there, unless the data ends before."""
+        """The number of samples in the step that begins at this sample, unless the data ends before."""
 
     def topology(self, sample: int) -> Topology:
-        """The layout of the run at the step that begins there."""
+        """The layout of the run at the step that begins at this sample."""
 
     def trained(self, sample: int) -> None:
-        """A step has trained the samples before this one."""
+        """Note that a step has trained the samples before this one."""
         return
 
 
@@ -111,7 +111,7 @@ class ItemFeed(Feed):
 
     @property
     def origin(self) -> Mapping[str, Any] | None:
-        """See `Data`: the items by their numbers."""
+        """See `Data`: the items by number."""
         return self.loader.origin
 
     def snapshot(self, samples: int) -> DataState:
@@ -171,16 +171,16 @@ class ItemFeed(Feed):
 
 
 class RankFaults:
-    """Records that were not as the index announced them, among trained samples.
+    """Records that differed from the index, among trained samples.
 
     Args:
-        known: those of all ranks, up to a sample.
+        known: those of all ranks before a sample.
         to: that sample.
     """
 
     def __init__(self, known: Faults, to: int) -> None:
         self.known, self._to = known, to
-        # Of this rank since then, samples included that are not trained yet.
+        # Of this rank since then, including samples that are not trained yet.
         self._new: list[FaultRecord] = []
 
     def add(self, batch: Mapping[str, Any]) -> None:
@@ -188,9 +188,9 @@ class RankFaults:
         self._new += batch.get("faults", ())
 
     def gather(self, trained: int) -> None:
-        """Put together the faults of all ranks, of the samples before this one. Collective.
+        """Combine the faults of all ranks, for the samples before this one. Collective.
 
-        Ranks that read the same samples have the same faults: they count once.
+        Ranks that read the same samples have the same faults, which count once.
         """
         everywhere = chain.from_iterable(gather([fault for fault in self._new if fault[0] < trained]))
         self.known = self.known.with_new(everywhere, self._to, trained)
@@ -198,7 +198,7 @@ class RankFaults:
         self._to = trained
 
     def up_to(self, trained: int) -> Faults:
-        """The faults known on this rank, of the samples before this one."""
+        """The faults known on this rank, for the samples before this one."""
         return self.known.with_new(self._new, self._to, trained)
 
 
@@ -207,7 +207,7 @@ class StreamFeed(Feed):
 
     Args:
         loader: of this rank.
-        whole_steps: the data ends before a step that would be short.
+        whole_steps: end the data before a step that would be short.
     """
 
     def __init__(self, loader: StreamLoader, *, whole_steps: bool = False) -> None:
@@ -235,7 +235,7 @@ class StreamFeed(Feed):
         )
 
     def prepare(self) -> None:
-        """See `Data`: the faults of all ranks, each of which has read its own samples."""
+        """See `Data`: gathers the faults of all ranks, each of which has read its own samples."""
         self._faults.gather(self._trained)
 
     def snapshot(self, samples: int) -> DataState:
@@ -298,14 +298,14 @@ class StreamFeed(Feed):
 
 
 def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
-    """The feed of the loader that a loop trains on.
+    """The feed for the loader that a loop trains on.
 
     Args:
         loader: of this rank.
-        whole_steps: of a stream, a short last step is not trained.
+        whole_steps: for a stream, do not train a short last step.
 
     Raises:
-        UsageError: it is neither of megaresume's loaders.
+        UsageError: it is not one of megaresume's loaders.
     """
     if isinstance(loader, DataLoader):
         return ItemFeed(loader)
@@ -322,7 +322,7 @@ def feed_of(loader: Any, *, whole_steps: bool = False) -> Feed:
 
 
 def micro_batches_to(loader: DataLoader, end: int, sample: int) -> int:
-    """Micro-batches of the steps from a sample on that reach the end of an epoch; or to the end of the run."""
+    """The number of micro-batches of steps from a sample on that reach the end of an epoch; or of the run."""
     samples = -(-(end - sample) // loader.step_samples) * loader.step_samples
     if loader.stop is not None:
         samples = max(min(samples, loader.stop - sample), 0)
@@ -330,12 +330,12 @@ def micro_batches_to(loader: DataLoader, end: int, sample: int) -> int:
 
 
 def micro_batches(loader: DataLoader, samples: int) -> int:
-    """Of so many samples from the beginning of a step on, of which every rank must be given some."""
+    """The number of micro-batches in this many samples from the beginning of a step on; every rank must get some."""
     return samples // loader.step_samples * loader.accumulation + len(_last_parts(loader, samples))
 
 
 def warn_of_left_over(loader: DataLoader, samples: int) -> None:
-    """Say, on rank 0, which of so many samples to the end of the run cannot be given to all ranks."""
+    """Warn on rank 0 about samples, of those left to the end of the run, that cannot be given to all ranks."""
     short = samples % loader.step_samples
     left = short - sum(_last_parts(loader, samples))
     if left and not loader.dp_rank:
@@ -369,11 +369,11 @@ _LEAVE_OUT = "leave dp_rank and dp_size out: they are then torch.distributed's"
 
 
 def check_shares(feed: Feed) -> None:
-    """Refuse loaders with which samples would be trained twice, or by nobody. Collective.
+    """Refuse loaders with which samples would be trained twice, or not at all. Collective.
 
     Raises, on every rank:
-        UsageError: they are those of other ranks.
-        StateError: they make other steps.
+        UsageError: they are for other ranks.
+        StateError: their steps differ.
     """
     shares = gather((feed.loader.dp_rank, feed.loader.dp_size))
     size, times = shares[0][1], Counter(rank for rank, _ in shares)
@@ -396,17 +396,17 @@ def check_shares(feed: Feed) -> None:
 
 
 def check_same_data(feed: Feed | None) -> None:
-    """Raise a StateError on every rank unless the loaders of all have the same order of the same data. Collective.
+    """Raise a StateError on every rank unless all loaders have the same order of the same data. Collective.
 
     Args:
-        feed: of this rank; None on one that reads no data, which is not rank 0.
+        feed: of this rank; None on one that reads no data, which cannot be rank 0.
     """
 
     def order() -> str:
         assert feed is not None
         return order_of(feed.stream)
 
-    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    # Rank 0 first: it saves the fingerprints beside the corpora, so that other ranks need not compute them again.
     of_rank_0 = on_rank_0(order)
     same_on_all_ranks(
         on_all_ranks(lambda: of_rank_0 if feed is None else order()),
@@ -422,11 +422,12 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
 
     Args:
         modules: on this rank, wrapped.
-        dp_size: of its loader.
-        context_parallel: processes that train the same samples together, and whose gradients are averaged all the same.
+        dp_size: that of its loader.
+        context_parallel: number of processes that train the same samples together, and whose gradients are averaged
+            nevertheless.
 
     Raises:
-        UsageError: DDP or FSDP averages over more processes than the loaders deal samples out to; or FSDP1.
+        UsageError: DDP or FSDP averages over more processes than the loaders deal samples to; or FSDP1.
     """
     averaged = max((_averaged(part) for module in modules for part in module.modules()), default=1)
     if averaged > dp_size * context_parallel:
@@ -440,7 +441,7 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
 
 
 def _averaged(module: torch.nn.Module) -> int:
-    """Processes over which the gradients of a module are averaged; 1: it is not wrapped itself."""
+    """The number of processes over which a module's gradients are averaged; 1: it is not itself wrapped."""
     if isinstance(module, DistributedDataParallel):
         return dist.get_world_size(module.process_group)
     if isinstance(module, FullyShardedDataParallel):
@@ -459,5 +460,5 @@ def _averaged(module: torch.nn.Module) -> int:
 
 
 def _mesh_size(info: Any) -> int:
-    """Of the dimensions over which FSDP2 shards and replicates."""
+    """The size of the dimensions over which FSDP2 shards and replicates."""
     return int(getattr(info, "shard_mesh_size", 1)) * int(getattr(info, "replicate_mesh_size", 1))

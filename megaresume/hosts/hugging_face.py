@@ -8,18 +8,18 @@ Hooked on the Trainer:
 
     train                            what to resume from; the end of the run
     get_train_dataloader             our batches
-    set_initial_training_values      how many steps the run has
-    _init_training_state             at which epoch it continues: the Trainer skips nothing, as our loader is there
-    _run_epoch                       how many batches this epoch has
-    on_pre_optimizer_step, on_step_end (a callback)     the weights are about to change; a step was made
+    set_initial_training_values      the number of steps of the run
+    _init_training_state             the epoch at which it continues: the Trainer skips nothing, as our loader is there
+    _run_epoch                       the number of batches in this epoch
+    on_pre_optimizer_step, on_step_end (a callback)     the weights are about to change; a step was done
     _save_checkpoint                 saved by the session: commit, lock, ledger, retention
-    _evaluate                        draws nothing from the generators of the training
-    log                              figures go where it logs, if that is asked for
+    _evaluate                        does not affect the generators of the training
+    log                              adds figures to what it logs, if requested
     training_step, _get_grad_norm    the loss and the gradient norm of each step, for figures
-    compute_loss                     the losses of labels, if ``metrics="losses"`` asks for them
-    _load_callback_state             the data state is not a state of a callback; callbacks continue where they were
+    compute_loss                     the losses of labels, for ``metrics="losses"``
+    _load_callback_state             the data state is not a callback's state; callbacks continue where they were
 
-The data state is in ``trainer_state.json`` of a checkpoint, beside the number of steps that the weights have made.
+The data state is in a checkpoint's ``trainer_state.json``, next to the number of steps that trained the weights.
 See docs/hugging-face.md. Importing this does not import transformers.
 """
 
@@ -87,30 +87,30 @@ def attach(
     metrics: Any = None,
     **options: Unpack[ItemOptions],
 ) -> DataLoader:
-    """Give a Trainer its data in an exact order, and its checkpoints the state of that data. Call it on every rank,
-    before ``trainer.train``.
+    """Give a Trainer its data in an exact order, and add the state of that data to its checkpoints. Call it on every
+    rank, before ``trainer.train``.
 
     Batch size, workers and collator are the Trainer's; the seed of the order is its ``data_seed``, or ``seed``. With
-    ``resume_from_checkpoint=True`` it resumes from the newest complete checkpoint of ``output_dir``, or begins if there
-    is none. ``save_total_limit`` sets how many of the newest complete ones to keep.
+    ``resume_from_checkpoint=True`` it resumes from the newest complete checkpoint in ``output_dir``, or starts afresh
+    if there is none. ``save_total_limit`` sets how many of the newest complete ones to keep.
 
     Args:
-        trainer: transformers' Trainer, or of a class made from it.
+        trainer: transformers' Trainer, or an instance of a derived class.
         data: a map-style dataset, or several: ``{name: (dataset, weight)}``; None: its ``train_dataset``.
-        checkpoints: what is kept besides the newest, how often a save is tried, and so on. The Trainer's own settings
-            say where it saves, and how many it keeps.
+        checkpoints: what is kept besides the newest, how often a save is retried, and so on. The Trainer's own settings
+            determine where it saves, and how many it keeps.
         stop: when to save and exit, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
-        options: as of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and to pack items, seq_length,
-            packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, by
-            the Trainer's ``data_collator`` only if it is one that does not pad. With
+        options: those of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and for packing, seq_length,
+            packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, and
+            only through the Trainer's ``data_collator`` if that does not pad. With
             ``train_sampling_strategy="group_by_length"``: lengths and lengths_dir.
 
     Returns:
         the loader, which the Trainer reads from.
 
     Raises on every rank:
-        UsageError: a setting under which the order would be another one, by name; or attached already.
+        UsageError: a setting that would change the order, by name; or already attached.
         CheckpointError: another job writes to ``output_dir``.
     """
     host = TransformersHost(trainer, data, options)
@@ -119,10 +119,10 @@ def attach(
 
 
 class TransformersHost(TrainerHost):
-    """See `TrainerHost`.
+    """Transformers' Trainer as a host, see `TrainerHost`.
 
     Args:
-        trainer: transformers' Trainer, or of a class made from it.
+        trainer: transformers' Trainer, or an instance of a derived class.
         data, options: see `attach`.
     """
 
@@ -157,7 +157,7 @@ class TransformersHost(TrainerHost):
         super().__init__(trainer)
         self._data, self._options = data, options
         self._ran = False
-        #: that are to be logged.
+        #: figures to be logged.
         self._figures: Mapping[str, float] = {}
         #: the optimizer whose steps are reported.
         self._watched: Any = None
@@ -174,7 +174,7 @@ class TransformersHost(TrainerHost):
             )
         check_new(trainer, "Trainer")
         undo_settings(trainer)
-        check_methods(trainer)  # before its settings: a class may need one that is refused
+        check_methods(trainer)  # before its settings: a class may need a setting that is refused
         check_settings(trainer)
         check_backend(trainer.accelerator)
         check_callbacks(trainer)
@@ -186,7 +186,7 @@ class TransformersHost(TrainerHost):
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
         args = self.trainer.args
-        replay = Replay.asked()  # in which the Trainer writes beside the run, and logs there
+        replay = Replay.asked()  # a replay writes outside the run, and logs there
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
@@ -209,7 +209,7 @@ class TransformersHost(TrainerHost):
         self._epochs = Epochs(self.loader, self.steps)
         batches = CountedBatches(self.steps)
         self.trainer.get_train_dataloader = lambda: batches if self._ran else self.loader
-        self.trainer.callback_handler.callbacks.insert(0, callback_of(self))  # before those that log the epoch
+        self.trainer.callback_handler.callbacks.insert(0, callback_of(self))  # before callbacks that log the epoch
 
     def hooks(self) -> list[Hook]:
         """See `TrainerHost`."""
@@ -251,16 +251,16 @@ class TransformersHost(TrainerHost):
         return norm
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """See `HasLoggers`: with what the Trainer logs next."""
+        """See `HasLoggers`: added to what the Trainer logs next."""
         self._figures = figures
 
     def _with_figures(self, log: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's ``log``, with figures that it has not logged yet."""
+        """The Trainer's ``log``, with figures that are not logged yet."""
         figures, self._figures = self._figures, {}
         return log({**logs, **figures}, *args, **kwargs)
 
     def save_now(self) -> None:
-        """Save the step that was made last, by the Trainer's own method."""
+        """Save the last step, by the Trainer's own method."""
         self.trainer._save_checkpoint(self.trainer.model, None)
 
     def topology(self) -> Topology:
@@ -274,7 +274,7 @@ class TransformersHost(TrainerHost):
         )
 
     def stepped(self) -> None:
-        """An optimizer step was made. Raises StateError: see `Count`."""
+        """Note that an optimizer step was done. Raises StateError: see `Count`."""
         self.steps.stepped()
         self.steps.compare(int(self.trainer.state.global_step))
         self.trainer.state.epoch = self._epochs.trained()
@@ -282,10 +282,10 @@ class TransformersHost(TrainerHost):
     def train(
         self, train: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Choose what to resume from, train, and say that the run has come to its end.
+        """Choose what to resume from, train, and record the end of the run.
 
         Raises, on every rank:
-            UsageError: a search for hyperparameters, or a second training of one Trainer.
+            UsageError: a hyperparameter search, or a second training with one Trainer.
             CheckpointError, StateError: see `Session.choose` and `Session.resume`.
         """
         if trial is not None or self._ran:
@@ -302,8 +302,8 @@ class TransformersHost(TrainerHost):
         on_all_ranks(self._check_settings)
         path = self._chosen(resume_from_checkpoint) if resume_from_checkpoint else None
         if not resume_from_checkpoint and self.trainer.args.save_strategy == "no" and self.session.stopper is None:
-            self.session.roots.save_dir = None  # the files there belong to another run, and stay
-        # Retention is the session's: what the Trainer deletes, it deletes before the newer one is complete.
+            self.session.roots.save_dir = None  # the files there belong to another run, and are kept
+        # Retention is the session's: the Trainer would delete before the newer checkpoint is complete.
         with replaced(self.trainer.args, save_total_limit=None):
             result = train(path, trial, *args, **kwargs)
         if self.steps.step >= self.trainer.state.max_steps:
@@ -340,7 +340,7 @@ class TransformersHost(TrainerHost):
                 )
 
     def _chosen(self, asked: Any) -> str | None:
-        """The checkpoint to resume from, its data restored; None if there is none yet."""
+        """The checkpoint to resume from, with its data restored; None if there is none yet."""
         root, pick = Path(self.trainer.args.output_dir), None
         if not isinstance(asked, bool):
             tag_dir = Path(os.path.abspath(asked))
@@ -356,22 +356,22 @@ class TransformersHost(TrainerHost):
         return str(choice.tag_dir)
 
     def _set_initial_training_values(self, values: Any, *args: Any, **kwargs: Any) -> Any:
-        """The epochs and steps of the run, counted from the sample where it continues."""
-        on_all_ranks(self._check_settings)  # again: the `train` of a class, as of TRL's A2PO, may filter the dataset
+        """The epochs and steps of the run, counted from the sample at which it continues."""
+        on_all_ranks(self._check_settings)  # again: the `train` of a class, like TRL's A2PO, may filter the dataset
         _, *between, _ = values(*args, **kwargs)
         epochs, steps = self._epochs.of_run(self.trainer.args)
         return (epochs, *between, steps)
 
     def _init_training_state(self, init: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
-        """The place where it continues: (epoch, batches to skip)."""
+        """The position at which it continues: (epoch, batches to skip)."""
         init(*args, **kwargs)
         return self.loader.epoch, 0
 
     def _run_epoch(self, run: Any, **kwargs: Any) -> Any:
-        """With as many batches as this epoch has, from here on.
+        """Run with the number of batches that are left in this epoch.
 
         Raises:
-            UsageError: the epoch before it was ended early.
+            UsageError: the previous epoch was ended early.
         """
         self._epochs.check(kwargs["epoch"])
         self._watch()
@@ -379,7 +379,7 @@ class TransformersHost(TrainerHost):
         return run(**kwargs | {"steps_in_epoch": batches, "num_update_steps_per_epoch": steps})
 
     def _watch(self) -> None:
-        """DeepSpeed makes its step within `training_step`, before any callback is called."""
+        """Watch DeepSpeed's steps, which happen within `training_step`, before any callback is called."""
         optimizer = self.trainer.optimizer
         while (inner := getattr(optimizer, "optimizer", None)) is not None:
             optimizer = inner
@@ -390,7 +390,7 @@ class TransformersHost(TrainerHost):
     def _save_checkpoint(self, write: Any, model: Any, trial: Any) -> None:
         """Save and commit."""
         steps = self.steps
-        if self.trainer.control.should_training_stop:  # perhaps in the middle of a step
+        if self.trainer.control.should_training_stop:  # possibly in the middle of a step
             steps.leave()
         steps.compare(int(self.trainer.state.global_step))
         self.save_by(
@@ -401,12 +401,12 @@ class TransformersHost(TrainerHost):
         )
 
     def _evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
-        """Between a save and the next step too: a resume would not do it again."""
+        """Restore the generators after an evaluation, as a resume would not repeat one after a save."""
         with kept():
             return evaluate(*args, **kwargs)
 
     def _load_callback_state(self, load: Any) -> None:
-        """Without the data state, which the Trainer would miss a callback for; and if the Trainer restores none."""
+        """Remove the data state, for which the Trainer would look for a callback; also if the Trainer restores none."""
         self.trainer.state.stateful_callbacks.pop(KEY, None)
         load()
         if not self.trainer.args.restore_callback_states_from_checkpoint:
@@ -424,14 +424,14 @@ class TransformersHost(TrainerHost):
         write_all(save, write_files)
 
     def read(self, choice: Choice, before: Topology | None) -> Restored:
-        """Read what is stored with the weights, which the Trainer reads later. On every rank; raises on its own.
+        """Read our part of a checkpoint, before the Trainer reads the weights. On every rank; raises on one rank.
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None if not known.
+            before: the layout of the run when it saved; None if unknown.
 
         Raises:
-            StateError: trainer_state.json cannot be read, or what it holds of ours is damaged.
+            StateError: trainer_state.json cannot be read, or our part of it is damaged.
             CheckpointError: see `check_loadable`.
         """
         path = choice.tag_dir / STATE
@@ -457,10 +457,10 @@ class TransformersHost(TrainerHost):
 def _with_outputs(
     losses: LogitLosses, compute: Any, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **kwargs: Any
 ) -> Any:
-    """``Trainer.compute_loss``, whose outputs are looked at while it trains."""
+    """``Trainer.compute_loss``, with access to its outputs during training."""
     if not model.training or not losses.wants():
         return compute(model, inputs, return_outputs, *args, **kwargs)
-    labels = {name: inputs[name] for name in ("labels", "shift_labels") if name in inputs}  # it may take them out
+    labels = {name: inputs[name] for name in ("labels", "shift_labels") if name in inputs}  # it may remove them
     loss, outputs = compute(model, inputs, True, *args, **kwargs)
     losses.look(labels, loss, outputs, items=kwargs.get("num_items_in_batch"))
     return (loss, outputs) if return_outputs else loss

@@ -1,4 +1,4 @@
-"""The data of a Hugging Face Trainer: the loader that its settings describe, how its items become a batch;
+"""The data of a Hugging Face Trainer: the loader described by its settings, how its items become a batch,
 `CountedBatches`, which it reads from, and the callback that reports its steps.
 """
 
@@ -20,7 +20,7 @@ from megaresume.hosts.steps import Steps
 from megaresume.hosts.trainer import check_together
 from megaresume.stream.errors import UsageError
 
-#: of `megaresume.DataLoader`, and the setting of TrainingArguments that says the same.
+#: options of `megaresume.DataLoader`, with the equivalent TrainingArguments.
 _OF_THE_TRAINER = {
     "batch_size": "per_device_train_batch_size",
     "accumulation": "gradient_accumulation_steps",
@@ -37,7 +37,7 @@ _OF_THE_TRAINER = {
 
 
 def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
-    """The loader that the Trainer's settings describe, with further options of `DataLoader`."""
+    """The loader described by the Trainer's settings, with further options of `DataLoader`."""
     from transformers.trainer_utils import seed_worker
 
     _check_options(options)
@@ -58,7 +58,7 @@ def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
         prefetch_factor=args.dataloader_prefetch_factor,
         worker_init_fn=functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
         accumulation=args.gradient_accumulation_steps,
-        # Items that wait for a place would never be trained.
+        # Items that wait for space would never be trained.
         max_epochs=_whole_epochs(args) if packed and not (isinstance(data, Mapping) and len(data) > 1) else None,
         dp_rank=args.process_index,
         dp_size=args.world_size,
@@ -67,7 +67,7 @@ def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
 
 
 def _lengths(trainer: Any, data: Any) -> Any:
-    """The place where the Trainer would look up the length of an item: a column, or the first input of its model."""
+    """Where the Trainer would look up the length of an item: a column, or the first input of its model."""
     column, processing = trainer.args.length_column_name, trainer.processing_class
     if column in (getattr(data, "column_names", None) or ()):
         return column
@@ -75,7 +75,7 @@ def _lengths(trainer: Any, data: Any) -> Any:
 
 
 class InputLength:
-    """The length of an item: that of one of its inputs.
+    """The length of an item, as the length of one of its inputs.
 
     Args:
         key: of the input.
@@ -83,7 +83,7 @@ class InputLength:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        #: a part of the name of the file that lengths are kept in.
+        #: part of the name of the file in which lengths are saved.
         self.__qualname__ = f"InputLength({key})"
 
     def __call__(self, item: Mapping[str, Any]) -> int:
@@ -91,7 +91,7 @@ class InputLength:
 
 
 def _whole_epochs(args: Any) -> int | None:
-    """Epochs with which the run ends; None if it ends with a step, or in the middle of an epoch."""
+    """The number of epochs of the run; None if it ends with a step, or in the middle of an epoch."""
     epochs = float(args.num_train_epochs)
     return int(epochs) if args.max_steps <= 0 and epochs.is_integer() and epochs > 0 else None
 
@@ -111,10 +111,10 @@ def _check_options(options: ItemOptions) -> None:
 
 
 def check_settings(trainer: Any) -> None:
-    """Refuse settings under which the order would be another one, or that are not known to work.
+    """Refuse settings that would change the order, or that are not known to work.
 
     Raises:
-        UsageError: naming the first, and the way out.
+        UsageError: names the first one, and what to do instead.
     """
     args: Any = trainer.args
     accelerator = args.accelerator_config
@@ -158,7 +158,7 @@ def check_settings(trainer: Any) -> None:
 
 
 def check_processes(trainer: Any) -> None:
-    """See `check_together`, of processes that transformers counts."""
+    """See `check_together`, for processes as counted by transformers."""
     check_together(
         trainer.args.world_size,
         "TrainingArguments.world_size",
@@ -173,7 +173,7 @@ Collate = Callable[[list[Any]], Any]
 
 
 def collator(trainer: Any) -> Collate:
-    """The Trainer's own, without the columns that its model does not take."""
+    """The Trainer's own collator, without the columns that its model does not accept."""
     if is_of_sentence_transformers(trainer):
         return trainer.data_collator  # type: ignore[no-any-return]  # makes the model's inputs of all columns
     collate: Collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
@@ -181,10 +181,10 @@ def collator(trainer: Any) -> Collate:
 
 
 def packing_collator(trainer: Any) -> Collate:
-    """The function that makes one row of packed items: `flatten`, or the Trainer's own collator if it was given one.
+    """The function that makes one row of packed items: `flatten`, or the user's collator for the Trainer.
 
     Raises:
-        UsageError: it pads: items that were packed would be laid side by side.
+        UsageError: it pads: packed items would be put side by side.
     """
     from transformers import default_data_collator
     from transformers.data import data_collator as theirs
@@ -201,17 +201,17 @@ def packing_collator(trainer: Any) -> Collate:
 
 
 class OneRow:
-    """A collator of somebody else's, of which nothing else shows whether it pads.
+    """A user's collator, of which it is unknown whether it pads.
 
     Args:
-        collate: the items of a batch to one row.
+        collate: turns the items of a batch into one row.
     """
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
 
     def __call__(self, items: list[Any]) -> Any:
-        """Raises UsageError: more rows than one."""
+        """Raises UsageError: there is more than one row."""
         batch = self._collate(items)
         rows = batch.get("input_ids") if isinstance(batch, Mapping) else None
         if rows is not None and len(rows) > 1 and getattr(rows, "ndim", 2) > 1:
@@ -233,7 +233,7 @@ def _pads(found: str, action: str = _LEAVE_OUT) -> UsageError:
 
 
 class CountedBatches:
-    """The batches that the Trainer iterates over in place of the loader."""
+    """The batches that the Trainer iterates over instead of the loader."""
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
@@ -249,11 +249,11 @@ class CountedBatches:
 
 
 def callback_of(host: Any) -> Any:
-    """One that tells a `TransformersHost` of the steps that were made."""
+    """A callback that tells a `TransformersHost` when a step was done."""
     from transformers import TrainerCallback
 
     class StepEnd(TrainerCallback):
-        """Counts the steps that were made."""
+        """Reports every step that was done."""
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             host.steps.changed()

@@ -1,4 +1,4 @@
-"""How long a run of Hugging Face's Trainer, and its epochs, are: counted in samples, from where it continues."""
+"""`Epochs`: the length of a run of Hugging Face's Trainer, and of its epochs, in samples from where it continues."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from megaresume.stream.errors import UsageError
 
 
 class Epochs:
-    """See above.
+    """The length of a run and its epochs.
 
     Args:
-        loader: which the Trainer reads from.
-        steps: that are made.
+        loader: the loader that the Trainer reads from.
+        steps: counts the steps.
     """
 
     def __init__(self, loader: DataLoader, steps: Steps) -> None:
         self._loader, self._steps = loader, steps
-        #: the samples that the epoch begins and ends with, of the one that was trained last; (0, 0): not known yet.
+        #: first sample and end of the epoch that was last trained; (0, 0): unknown so far.
         self._epoch = 0, 0
 
     def of_run(self, args: Any) -> tuple[int, int]:
-        """(epochs, optimizer steps) with which the run ends; sets the last sample of the loader.
+        """(epochs, optimizer steps) at the end of the run; sets the last sample of the loader.
 
         Args:
             args: the Trainer's.
@@ -42,7 +42,7 @@ class Epochs:
         return math.ceil(args.num_train_epochs), self._steps.step + steps
 
     def _epochs_of(self, steps: int) -> int:
-        """Number of epochs that the next steps span, this one included."""
+        """The number of epochs that the next steps span, including the current one."""
         epochs, end = 0, self._steps.samples
         for epochs, end in enumerate(self._loader.epoch_ends() if steps else (), 1):
             if end - self._steps.samples >= steps * self._loader.step_samples:
@@ -58,7 +58,7 @@ class Epochs:
         return epochs
 
     def _end_of(self, epochs: float) -> int:
-        """The sample with which so many epochs since the start of the run end, or the data."""
+        """The sample at which this many epochs since the start of the run end, or the data."""
         loader, ends = self._loader, self._loader.epoch_ends()
         end = next(ends)
         more = epochs - loader.epoch - 1  # after this one
@@ -74,7 +74,7 @@ class Epochs:
         return batches, self._steps_of(batches)
 
     def trained(self) -> float:
-        """Epochs that are trained. The Trainer's own count is of batches, of which epochs differ."""
+        """The number of trained epochs. The Trainer counts batches instead, of which epochs have different numbers."""
         begin, end = self._epoch
         if not begin <= self._steps.samples < end:
             before, end = end, self._loader.epoch_end
@@ -84,7 +84,7 @@ class Epochs:
         return self._loader.epoch + part
 
     def check(self, epoch: int) -> None:
-        """Raise a UsageError unless the loader has come to an epoch, which the Trainer begins."""
+        """Raise a UsageError unless the loader has reached the epoch that the Trainer begins."""
         loader = self._loader
         if loader.epoch != epoch:
             raise UsageError(

@@ -1,7 +1,7 @@
-"""Trainers made of Hugging Face's: of LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers; and callbacks.
+"""Trainers derived from Hugging Face's: LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers; and callbacks.
 
-A class with a sampler or a train loader of its own is refused, but for those that make one under certain settings.
-What a callback keeps to itself is in no checkpoint, unless it is transformers' ``ExportableState``.
+A class with its own sampler or train loader is refused, except for those that only create one with certain settings. A
+callback's own state is in no checkpoint, unless it is transformers' ``ExportableState``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megaresume.stream.errors import UsageError
 
 SENTENCE_TRANSFORMERS = "sentence_transformers.base.trainer.BaseTrainer"
 
-#: given a Trainer, what it says of the settings under which the method makes another order: name -> what is set.
+#: for a Trainer, the settings with which the method makes another order: name -> value.
 Settings = Callable[[Any], Mapping[str, Any]]
 
 
@@ -50,12 +50,12 @@ def _swift_save(trainer: Any) -> Mapping[str, Any]:
 
 
 def _replaces_bad_items(dataset: Any) -> str | None:
-    """How a dataset of ms-swift replaces items that it cannot encode by others, at random; None if it does not.
+    """How a dataset of ms-swift randomly replaces items that it cannot encode; None if it does not.
 
-    Items of known lengths were all encoded before, and those that cannot be are left out.
+    Items of known length were all encoded before, and those that cannot be are left out.
     """
     while dataset is not None:
-        inner = getattr(dataset, "dataset", None)  # also of a dataset that packs
+        inner = getattr(dataset, "dataset", None)  # also in a dataset that packs
         if type(dataset).__name__ == "LazyLLMDataset" and dataset.n_try_fetch > 1:
             known = "lengths" in (getattr(inner, "column_names", None) or ())
             return None if known else "an item that is too long, or cannot be encoded, is replaced by another one"
@@ -70,7 +70,7 @@ def _axolotl(trainer: Any) -> Mapping[str, Any]:
 
 _SEVERAL, _OWN_PARAMETERS = "a train_dataset of several datasets", "a loss with parameters of its own"
 _ESTIMATES_KL = "a loss_type of KTO that estimates the KL term"
-#: what to do about a setting, if it is not to leave it out.
+#: what to do about a setting, other than leaving it out.
 _WAYS_OUT = {
     _SEVERAL: "datasets.concatenate_datasets, if they have the same columns and one loss",
     _ESTIMATES_KL: "it wants the items in the order of the dataset; loss_type='apo_zero_unpaired' with "
@@ -104,7 +104,7 @@ def _sentence_transformers_save(trainer: Any) -> Mapping[str, Any]:
     return {_OWN_PARAMETERS: ", ".join(lost)}
 
 
-#: (module and class, method) -> when it is not as Trainer's own.
+#: (module and class, method) -> when it differs from Trainer's own.
 KNOWN: dict[tuple[str, str], Settings] = {
     ("llamafactory.train.pt.trainer.CustomTrainer", "_get_train_sampler"): _llama_factory,
     ("llamafactory.train.sft.trainer.CustomSeq2SeqTrainer", "_get_train_sampler"): _llama_factory,
@@ -117,24 +117,24 @@ KNOWN: dict[tuple[str, str], Settings] = {
     (SENTENCE_TRANSFORMERS, "get_train_dataloader"): _sentence_transformers_loader,
     (SENTENCE_TRANSFORMERS, "_save"): _sentence_transformers_save,
 }
-#: methods that no other class may have, and what they make.
+#: methods that other classes must not override, and what they make.
 _GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}
 
 
 def undo_settings(trainer: Any) -> None:
-    """Undo what a program has set without being asked, and `check_settings` would refuse or a resume contradict."""
+    """Undo settings made by a program without being asked, if `check_settings` or a resume would fail."""
     config = getattr(trainer, "axolotl_cfg", None)
     if config is not None and not config.max_steps:
-        trainer.args.max_steps = -1  # of num_train_epochs, by the batch size of today
+        trainer.args.max_steps = -1  # computed from num_train_epochs, by the current batch size
     if is_of_sentence_transformers(trainer) and trainer.args.world_size > 1:
         trainer.args.dataloader_drop_last = False  # it always sets it under DDP
 
 
 def check_methods(trainer: Any) -> None:
-    """Refuse a Trainer with methods that make another order of the data, or another kind of checkpoint.
+    """Refuse a Trainer with methods that change the order of the data, or the kind of checkpoint.
 
     Raises:
-        UsageError: naming the method, or the setting under which it does.
+        UsageError: names the method, or the setting with which it does.
     """
     from transformers import Trainer
 
@@ -167,10 +167,10 @@ _LOSING = {
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuse callbacks that change a model of which no checkpoint knows.
+    """Refuse callbacks that change a model without being in a checkpoint.
 
     Raises:
-        UsageError: naming the callback, or the setting that adds it.
+        UsageError: names the callback, or the setting that adds it.
     """
     for callback in trainer.callback_handler.callbacks:
         for cls in type(callback).__mro__:
@@ -179,13 +179,13 @@ def check_callbacks(trainer: Any) -> None:
 
 
 def restore_callbacks(trainer: Any) -> None:
-    """Let callbacks continue with what the checkpoint says of them, such as the patience of EarlyStoppingCallback.
+    """Restore callbacks from the checkpoint, such as the patience of EarlyStoppingCallback.
 
-    Their arguments stay today's. ``restore_callback_states_from_checkpoint`` would restore these as well.
+    Their arguments are not restored, as they would be by ``restore_callback_states_from_checkpoint``.
     """
     from transformers.trainer_callback import ExportableState
 
-    saved = trainer.state.stateful_callbacks  # by the name of a class: a state, or a list of those of several
+    saved = trainer.state.stateful_callbacks  # class name -> a state, or a list of states for several callbacks
     states = {name: iter(of if isinstance(of, list) else [of]) for name, of in saved.items()}
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, ExportableState):

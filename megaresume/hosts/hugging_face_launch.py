@@ -2,12 +2,12 @@
 
     torchrun -m megaresume.run train.py ARGS --megaresume-keep-every 1000
 
-What is hooked is ``transformers.Trainer.train``, which the Trainers of TRL, LLaMA-Factory, ms-swift and Axolotl come to
-as well, in this process or in one that it starts. It then calls `attach`, and resumes from the newest complete
-checkpoint of ``output_dir``, whatever the script says of resuming. A loop that trains without a Trainer is refused at
-its first step.
+The hook is on ``transformers.Trainer.train``, which the Trainers of TRL, LLaMA-Factory, ms-swift and Axolotl also call,
+in this process or in one that it starts. It calls `attach`, and resumes from the newest complete checkpoint in
+``output_dir``, whatever the script says about resuming. A loop that trains without a Trainer is refused at its first
+step.
 
-Our flags are taken from the command line of the script, and handed to child processes by the environment.
+Our flags are taken from the script's command line, and passed to child processes by the environment.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from megaresume.hosts.attach import SLOT
 from megaresume.hosts.importing import when_imported, wrap
 from megaresume.stream.errors import SetupError, UsageError
 
-#: Environment variable for this process and its children: what our flags say, as JSON. Set: the launcher runs this for
-#: Hugging Face's Trainer, and any training is meant to be hooked.
+#: Environment variable for this process and its children: our flags as JSON. If set, the launcher runs for Hugging
+#: Face's Trainer, and every training should be hooked.
 SETTINGS_VARIABLE = "MEGARESUME_TRAINER"
 
 _TRAINER = "transformers.trainer"
 _OPTIMIZER = "torch.optim.optimizer"
-#: one of them is imported where something is attached, which checks its steps by itself.
+#: one of them is imported if something is attached, which then checks its steps itself.
 _PROOFS = ("megaresume.hosts.trainer", "megaresume.hosts.deepspeed.attach")
 
-#: output_dir of each Trainer that this process has attached.
+#: output_dir of each Trainer that was attached in this process.
 _trained: set[Path] = set()
 
 
 def is_here() -> bool:
-    """Whether transformers could be imported."""
+    """Whether transformers can be imported."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def take_flags(argv: Sequence[str]) -> list[str]:
-    """Keep what our flags say for `install`, here and in children.
+    """Save our flags for `install`, here and in children.
 
     Args:
         argv: the command line of the script.
@@ -60,7 +60,7 @@ def take_flags(argv: Sequence[str]) -> list[str]:
         the words that are not ours.
 
     Raises:
-        UsageError: a flag that a Trainer's script does not have, or a bad value.
+        UsageError: a flag that does not exist for a Trainer's script, or a bad value.
     """
     said, left = take_settings(GROUPS, "trainer", argv)
     mode = said.get("launch", {}).get("mode", "off")
@@ -76,7 +76,7 @@ def take_flags(argv: Sequence[str]) -> list[str]:
 
 
 def install() -> None:
-    """Attach Trainers from now on, here and in children. Installing twice changes nothing."""
+    """Attach Trainers from now on, here and in children. Installing twice has no effect."""
     if _said().get("launch", {}).get("mode") == "off":
         return
     is_launched = SETTINGS_VARIABLE in os.environ
@@ -96,7 +96,7 @@ def _hook(module: ModuleType) -> None:
 
 
 def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Trainer.train, of a Trainer that is attached first."""
+    """``Trainer.train``, which first attaches the Trainer."""
 
     @functools.wraps(train)
     def attached_train(
@@ -106,7 +106,7 @@ def _around_train(train: Callable[..., Any]) -> Callable[..., Any]:
         from megaresume.hosts.hugging_face import TransformersHost  # deferred: torch
 
         host: TransformersHost | None = getattr(trainer, SLOT, None)
-        if host is not None:  # by the script, whose call has come through our hook
+        if host is not None:  # attached by the script, whose call has come through our hook
             return train(trainer, resume_from_checkpoint, trial, *args, **kwargs)
         show_refusals()
         output_dir = Path(trainer.args.output_dir).absolute()
@@ -154,10 +154,10 @@ def _check_output_dir(output_dir: Path) -> None:
 
 
 def _resume_from(output_dir: Path, asked: Any) -> Any:
-    """The checkpoint to resume from: one of ``output_dir`` that the script names, or the newest complete one.
+    """The checkpoint to resume from: one in ``output_dir`` that the script names, or the newest complete one.
 
-    Scripts that look for the newest one by its name may find one that a kill has left half-written; and one that lies
-    elsewhere is where the run began.
+    Scripts that look for the newest one by name may find one that a kill left incomplete; and one outside
+    ``output_dir`` is what the run began from.
     """
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -170,13 +170,13 @@ def _resume_from(output_dir: Path, asked: Any) -> Any:
 
 
 def _watch_steps(module: ModuleType) -> None:
-    """Refuse the first step of a process in which nothing was attached."""
+    """Refuse the first step in a process where nothing was attached."""
 
     def before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         if not any(name in sys.modules for name in _PROOFS):
             show_refusals()
             raise _not_attached(type(optimizer).__name__)
-        handle.remove()  # it would keep a step from being compiled
+        handle.remove()  # it would prevent a step from being compiled
 
     handle = module.register_optimizer_step_pre_hook(before_step)
 

@@ -1,11 +1,11 @@
-"""Functions of modules that are not imported yet: act right after the import, wrap, chain, never twice.
+"""Hooks for functions of modules that are not imported yet: act right after the import, wrap, chain, never twice.
 
-    when_imported("megatron.training.training", apply)      at once if it is imported, else as soon as it is
-    wrap(module, "save_checkpoint", around_save_checkpoint) the name now holds around_save_checkpoint(original)
-    reaches(module.save_checkpoint, around_save_checkpoint) is ours still called, whoever wrapped it since?
+    when_imported("megatron.training.training", apply)      at once if it is imported, otherwise as soon as it is
+    wrap(module, "save_checkpoint", around_save_checkpoint) the name now refers to around_save_checkpoint(original)
+    reaches(module.save_checkpoint, around_save_checkpoint) is our wrapper still called, whoever wrapped it since?
 
-Others patch the same names (MindSpeed sets attributes and then looks for the old object in all of ``sys.modules``).
-So a wrapper is found again wherever it sits in the chain, also after a wrapper that has no ``__wrapped__``.
+Others patch the same names (MindSpeed sets attributes and then searches all of ``sys.modules`` for the old object).
+So a wrapper is found anywhere in the chain, even below one that has no ``__wrapped__``.
 
 This file imports nothing heavy: every child process of a training run imports it when it starts.
 """
@@ -23,13 +23,13 @@ from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-#: On each of our wrappers: the factory that made it.
+#: An attribute of each of our wrappers: the factory that made it.
 _MARK = "__megaresume__"
 
-#: How far `reaches` looks through the wrappers of others.
+#: How many of other people's wrappers `reaches` looks through.
 _MOST_WRAPPERS = 200
 
-#: Modules that cannot hold a function of Megatron: by far the most, and some act when looked at.
+#: Modules that cannot contain a function of Megatron: most modules; and some act when looked at.
 STRANGERS = frozenset(sys.stdlib_module_names) | {
     *("torch", "numpy", "triton", "deepspeed", "megaresume"),
     *("boto3", "botocore", "mpmath", "networkx", "numba", "sympy", "tensorboard"),  # a thousand modules
@@ -37,18 +37,18 @@ STRANGERS = frozenset(sys.stdlib_module_names) | {
 
 _lock = threading.RLock()
 _callbacks: dict[str, list[Callable[[ModuleType], None]]] = {}
-#: Modules whose import has begun through our finder, and whose callbacks are not all called.
+#: Modules whose import has begun through our finder, and whose callbacks were not all called.
 _executing: set[str] = set()
 
 
 def when_imported(module: str, apply: Callable[[ModuleType], None]) -> None:
     """Call ``apply(module)`` at once if the module is imported, and after every later import or reload of it.
 
-    An exception of ``apply`` is the exception of the import. Registering the same function twice changes nothing.
+    An exception in ``apply`` becomes the exception of the import. Registering the same function twice has no effect.
 
     Args:
         module: dotted name.
-        apply: is called within the import lock of the module: no other thread sees the module before it returns.
+        apply: called within the import lock of the module: no other thread sees the module before it returns.
     """
     with _lock:
         waiting = _callbacks.setdefault(module, [])
@@ -58,23 +58,23 @@ def when_imported(module: str, apply: Callable[[ModuleType], None]) -> None:
         if _finder not in sys.meta_path:
             sys.meta_path.insert(0, _finder)
         if module in _executing:
-            return  # `_execute` comes to it
+            return  # `_execute` will call it
     loaded = sys.modules.get(module)
     if loaded is None:
         return
     if getattr(getattr(loaded, "__spec__", None), "_initializing", False):
-        # Another thread is importing it, and began before we were there: this waits for it.
+        # Another thread began to import it before we were registered: wait for it.
         loaded = importlib.import_module(module)
     apply(loaded)
 
 
 def watched(module: str) -> bool:
-    """Whether something waits for the import of this module, or has seen it."""
+    """Whether something waits for the import of this module, or was called for it."""
     return module in _callbacks
 
 
 class _Finder:
-    """First on ``sys.meta_path``: lets the others find the module, and adds to what its loader does."""
+    """First in ``sys.meta_path``: lets the others find the module, and extends its loader."""
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _callbacks:
@@ -85,14 +85,14 @@ class _Finder:
         return spec
 
     def invalidate_caches(self) -> None:
-        """Nothing is kept here."""
+        """Do nothing: nothing is cached here."""
 
 
 _finder = _Finder()
 
 
 def find_spec(fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """The spec that the other finders of this process give, without importing anything.
+    """The spec from the other finders of this process, without importing anything.
 
     Args:
         fullname: dotted name.
@@ -106,7 +106,7 @@ def find_spec(fullname: str, path: Any = None, target: ModuleType | None = None)
 
 
 def ask(finder: Any, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-    """Ask one finder; None of ours."""
+    """Ask one finder; returns None for ours."""
     find = getattr(finder, "find_spec", None)
     return None if finder is _finder or find is None else find(fullname, path, target)
 
@@ -114,15 +114,15 @@ def ask(finder: Any, fullname: str, path: Any = None, target: ModuleType | None 
 def _extend(loader: Any, fullname: str) -> None:
     """Call the callbacks after ``loader.exec_module``.
 
-    The method is shadowed on the loader itself. A loader of our own around it would hide what else it is asked for:
-    its type, its source lines for tracebacks, its resources.
+    The method is replaced on the loader itself: wrapping the loader would hide its other features: its type, its source
+    lines for tracebacks, its resources.
     """
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         if module.__name__ == fullname:
             _execute(module, execute)
-        else:  # a loader of several modules, as for a zip file
+        else:  # a loader for several modules, as for a zip file
             execute(module)
 
     loader.exec_module = exec_module
@@ -134,10 +134,10 @@ def _execute(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
         _executing.add(name)
     try:
         execute(module)
-        module = sys.modules.get(name, module)  # it may have put something else in its place
+        module = sys.modules.get(name, module)  # it may have replaced itself there
         done = 0
         while True:
-            with _lock:  # a callback, or another thread, may register one more
+            with _lock:  # a callback, or another thread, may register another one
                 if done == len(_callbacks[name]):
                     _executing.discard(name)
                     return
@@ -149,13 +149,13 @@ def _execute(module: ModuleType, execute: Callable[[ModuleType], None]) -> None:
 
 
 def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> bool:
-    """Put ``make(original)`` in place of ``owner.name``, and of what others imported from there by name.
+    """Replace ``owner.name`` by ``make(original)``, also where others have imported it by name.
 
     Args:
         owner: a module or a class.
         name: the name of a function in it.
-        make: takes the function, returns its replacement. Is compared with ``==``: for one that is already in the
-            chain of wrappers, nothing happens.
+        make: takes the function, returns its replacement. It is compared by ``==``: if one is already in the chain of
+            wrappers, nothing happens.
 
     Returns:
         whether something was wrapped.
@@ -176,21 +176,21 @@ def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> boo
 
 
 def _rebind(old: Any, new: Any) -> None:
-    """Replace the object in modules that did ``from … import name`` before we came."""
+    """Replace the object in modules that did ``from … import name`` earlier."""
     for name, module in list(sys.modules.items()):
-        # By its type: the library objects of cffi say that they are modules, and have no names.
+        # By its type: cffi's library objects claim to be modules, but have no names.
         if name.partition(".")[0] in STRANGERS or not issubclass(type(module), ModuleType):
             continue
-        names = object.__getattribute__(module, "__dict__")  # no lazy module is woken
+        names = object.__getattribute__(module, "__dict__")  # without triggering lazy modules
         for key in [key for key, value in list(names.items()) if value is old]:
             names[key] = new
 
 
 def reaches(function: Any, make: Callable[[Any], Any]) -> bool:
-    """Whether a call of ``function`` may come to a wrapper that ``make`` made.
+    """Whether a call of ``function`` may reach a wrapper made by ``make``.
 
-    Looks through ``__wrapped__``, closures, partials, bound methods, default arguments, and the globals that the
-    code of a function names.
+    Looks through ``__wrapped__``, closures, partials, bound methods, default arguments, and the globals used in the
+    code of a function.
     """
     queue: list[Any] = [function]
     seen: set[int] = set()
@@ -223,7 +223,7 @@ def _called_by(function: Any) -> Iterator[Any]:
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
-        except ValueError:  # not filled yet
+        except ValueError:  # not yet filled
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -244,20 +244,21 @@ def _globals_named(code: CodeType, known: dict[str, Any]) -> Iterator[Any]:
 # Hooks in the Python processes that a hooked one starts, through the environment
 
 
-#: Environment variable for child processes: ``MODULE=INSTALLER``, separated by commas. When the first is imported, the
-#: second is too, and its ``install()`` is called.
+#: Environment variable for child processes: ``MODULE=INSTALLER``, separated by commas. When the former is imported, so
+#: is the latter, and its ``install()`` is called.
 CHILDREN_VARIABLE = "MEGARESUME_HOOKS"
 
-#: On its path, Python runs our sitecustomize.py when it starts.
+#: A directory that makes Python run our sitecustomize.py when it starts, if on its path.
 _STARTUP = Path(__file__).with_name("startup")
 
 
 def install_in_children(installer: str, modules: Iterable[str]) -> None:
-    """Make Python processes that this one starts call ``install()`` of a module of ours. Twice changes nothing.
+    """Make Python processes started by this one call ``install()`` of a module of ours. Calling it twice has no effect.
 
     Args:
         installer: dotted name of our module.
-        modules: the modules whose import triggers the call; a process that imports none of them pays next to nothing.
+        modules: the import of any of these triggers the call; a process that imports none of them loses hardly any
+            time.
     """
     path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_STARTUP) not in path:

@@ -7,20 +7,20 @@
 Hooked on the Trainer and on its loops:
 
     fit                       once; the end of the run
-    _select_ckpt_path         what is to be resumed from, as it was asked for
+    _select_ckpt_path         what was requested to resume from
     resume_start              the session begins; what to resume from is chosen and read
     _data_source.dataloader   our batches
     _auto_select_batch_size   of DeepSpeed's strategy: that of our loader
-    register_signal_handlers  not Lightning's where the run is to stop in time: they raise between two saves
-    fit_loop.run              at which epoch it continues
-    epoch_loop.on_run_start   how many micro-batches this epoch has, and how many of them are trained
-    val_loop.run              draws nothing from the generators of the training
+    register_signal_handlers  without Lightning's if the run stops in time: they raise between two saves
+    fit_loop.run              the epoch at which it continues
+    epoch_loop.on_run_start   the number of micro-batches in this epoch, and how many of them are trained
+    val_loop.run              does not affect the generators of the training
     precision_plugin.backward, optimizer_step
-                              what was done with a micro-batch. Callbacks are told of both as well, at ten times the
-                              time: Lightning profiles each call of one
-    save_checkpoint           saved by the session: commit, lock, ledger, retention; the file asked for is a link to it
+                              what was done with a micro-batch. Callbacks are told of both as well, but take ten times
+                              as long: Lightning profiles each call
+    save_checkpoint           saved by the session: commit, lock, ledger, retention; the requested file is a link to it
 
-and a callback, before all others: a step was made; a data state for what is saved; the generators after a validation.
+and a callback, before all others: a step was done; a data state for what is saved; the generators after a validation.
 
     <save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data
                                                 state: a file, or under DeepSpeed and with sharded checkpoints a
@@ -80,10 +80,10 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
     """Give the fit of a Lightning Trainer its data in an exact order, and complete checkpoints. Call it on every rank,
     before ``trainer.fit``.
 
-    The training data is a `DataLoader`: given to ``fit``, or made by ``train_dataloader`` of the model or the data
-    module. ``fit(ckpt_path="last")`` resumes from the newest complete checkpoint of ``save_dir``, or begins if there is
-    none. Whenever a ModelCheckpoint saves, a complete checkpoint is made; its own file is a link into that. A Trainer
-    with ``fast_dev_run``, which saves nothing, is left as it is.
+    The training data is a `DataLoader`: passed to ``fit``, or returned by ``train_dataloader`` of the model or the data
+    module. ``fit(ckpt_path="last")`` resumes from the newest complete checkpoint in ``save_dir``, or starts afresh if
+    there is none. Whenever a ModelCheckpoint saves, a complete checkpoint is made, and its own file is a link into it.
+    A Trainer with ``fast_dev_run``, which saves nothing, is left unchanged.
 
     Args:
         trainer: ``lightning.Trainer`` or ``pytorch_lightning.Trainer``, on one device, or with DDP, FSDP, FSDP2
@@ -93,8 +93,8 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises:
-        UsageError: a setting under which the data would be other data, by name; or attached already. Also at ``fit``,
-            on every rank, for what is known only then.
+        UsageError: a setting that would change the data, by name; or already attached. Also raised by ``fit``, on every
+            rank, for what is only known then.
     """
     host = LightningHost(trainer, check_checkpoints(checkpoints), stop, metrics)
     host.check()
@@ -109,7 +109,7 @@ def attach(trainer: Any, *, checkpoints: Checkpoints, stop: StopConditions | Non
 
 
 class LightningHost(TrainerHost):
-    """See `TrainerHost`. Its session is open while a fit runs: only then is the loader there.
+    """Lightning's Trainer as a host, see `TrainerHost`. Its session is open during a fit, when the loader is known.
 
     Args:
         trainer: Lightning's.
@@ -126,36 +126,36 @@ class LightningHost(TrainerHost):
     ) -> None:
         super().__init__(trainer)
         self.checkpoints, self.stop, self.metrics = checkpoints, stop, metrics
-        #: that the Trainer is of: ``lightning.pytorch`` or ``pytorch_lightning``.
+        #: the Trainer's package: ``lightning.pytorch`` or ``pytorch_lightning``.
         self.module = ""
         self.is_open = False
         #: what the Trainer reads from, once a fit has begun.
         self.batches: CountedBatches | None = None
-        #: what the checkpoint that is being made is to hold; None if none is.
+        #: the content for the current checkpoint; None if none is being made.
         self.held: dict[str, Any] | None = None
         self._asked: Any = None
-        #: optimizer steps that Lightning counted when the last step of the data was made.
+        #: optimizer steps counted by Lightning when the last step of the data was done.
         self._counted = 0
-        #: what was done with the micro-batch that is in training. A step that a gradient scaler leaves out was made.
+        #: what was done with the current micro-batch. A step that a gradient scaler skips counts as done.
         self._has_backward = self._has_step = False
-        #: whether a checkpoint is to follow when the step is made; whether no more will be.
+        #: whether a checkpoint is to follow the step; whether no more will.
         self._is_due, self._is_over = False, False
-        #: the last step that was saved, and the links to it.
+        #: the last saved step, and the links to it.
         self._linked: tuple[int, list[Path]] = 0, []
-        #: whether the checkpoint that was loaded was saved within its step, so before a validation of it.
+        #: whether the loaded checkpoint was saved during its step, so before that step's validation.
         self._lacks_validation = False
-        #: the generators before the validation that runs.
+        #: the generators before the current validation.
         self._before: generators.Snapshot | None = None
 
     def check(self) -> None:
-        """See `TrainerHost`: what is known before a fit."""
+        """See `TrainerHost`: checks what is known before a fit."""
         self.module = check_trainer(self.trainer, stops=self.stop is not None)
-        # Its distributions have these names, and one library is in both.
+        # Its distributions have these names, and one of them has the library under both.
         self.package = self.module.partition(".")[0]
 
     @property
     def loader(self) -> DataLoader:
-        """The one that a fit was given."""
+        """The loader that a fit was given."""
         loader: DataLoader = self.steps.feed.loader
         return loader
 
@@ -178,7 +178,7 @@ class LightningHost(TrainerHost):
         trainer, fit, connector = self.trainer, self.trainer.fit_loop, self.trainer._checkpoint_connector
         precision = trainer.strategy.precision_plugin
         self._request = fit._data_source.dataloader
-        # A ModelCheckpoint knows from the checkpoint which of its files there are, and deletes those too many.
+        # A ModelCheckpoint knows from the checkpoint which of its files exist, and deletes surplus ones.
         more: list[Hook] = [] if Replay.asked() is None else [(trainer.strategy, "remove_checkpoint", lambda *_: None)]
         if hasattr(trainer.strategy, "_auto_select_batch_size"):
             more.append((trainer.strategy, "_auto_select_batch_size", self._batch_size))
@@ -197,10 +197,10 @@ class LightningHost(TrainerHost):
         ]
 
     def _fit(self, fit: Any, *args: Any, **kwargs: Any) -> None:
-        """Train, and say that the run has come to its end.
+        """Train, and record the end of the run.
 
         Raises, on every rank:
-            UsageError: a second fit of one Trainer.
+            UsageError: a second fit with one Trainer.
             CheckpointError, StateError: see `Session.load`.
         """
         if self.batches is not None:
@@ -218,7 +218,7 @@ class LightningHost(TrainerHost):
     # Load
 
     def _select(self, select: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """The checkpoint that a fit is to resume from: None, ``last``, or a path."""
+        """The checkpoint that a fit should resume from: None, ``last``, or a path."""
         if state_fn != FITTING:
             return select(state_fn, ckpt_path, *args, **kwargs)
         connector = self.trainer._checkpoint_connector
@@ -229,7 +229,7 @@ class LightningHost(TrainerHost):
         return None
 
     def _resume(self, read: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Open the session, choose what to resume from, and read it; Lightning puts it back later."""
+        """Open the session, choose what to resume from, and read it; Lightning restores it later."""
         if self.trainer.state.fn != FITTING:
             read(checkpoint_path, *args, **kwargs)
             return
@@ -250,16 +250,16 @@ class LightningHost(TrainerHost):
     # The loops
 
     def _dataloader(self, request: Any) -> Any:
-        """Our batches, in place of the loader that they are of."""
+        """Our batches, in place of their loader."""
         return request() if self.batches is None else self.batches
 
     def _batch_size(self, select: Any) -> int:
-        """Of a micro-batch: DeepSpeed's strategy would ask the batch sampler, of which our loader has none."""
+        """The size of a micro-batch: DeepSpeed's strategy would ask the batch sampler, and our loader has none."""
         loader = self._request() if self.trainer.fit_loop._data_source.is_defined() else None
         return int(loader.batch_size if isinstance(loader, DataLoader) else select())
 
     def _run(self, run: Any) -> None:
-        """Go on where the data does, whatever Lightning's counters say: batches may be of another size now."""
+        """Continue from the data's position, whatever Lightning's counters say: batches may have another size now."""
         trainer, loader = self.trainer, self.loader
         fit = trainer.fit_loop
         done, _ = self.batches_of_epoch()
@@ -274,16 +274,16 @@ class LightningHost(TrainerHost):
             self._warn_of_lost()
         batches.started = batches.processed = batches.completed = batches.ready
         loop._batches_that_stepped, self._counted = self.iteration(), trainer.global_step
-        # In the middle of an epoch, the hooks of its beginning are not called again.
+        # In the middle of an epoch, the hooks for its beginning are not called again.
         fit._restarting, loop._restarting, loop.val_loop._restarting = bool(done), False, False
         fit._loaded_from_state_dict = False
-        for optimizer in trainer.optimizers:  # steps that LightningModule.optimizer_step makes by itself
+        for optimizer in trainer.optimizers:  # steps that LightningModule.optimizer_step does itself
             if isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.register_step_post_hook(self._step_made)
         run()
 
     def _warn_of_lost(self) -> None:
-        """After a checkpoint of the end of an epoch: what Lightning does there after the save, a resume leaves out."""
+        """Warn after a checkpoint of an epoch's end: a resume leaves out what Lightning does there after the save."""
         trainer = self.trainer
         lost = ["update of ReduceLROnPlateau"] * any(one.reduce_on_plateau for one in trainer.lr_scheduler_configs)
         if self._lacks_validation and trainer.early_stopping_callbacks and trainer.enable_validation:
@@ -296,7 +296,7 @@ class LightningHost(TrainerHost):
             )
 
     def _begin_epoch(self, begin: Any, fetcher: Any) -> None:
-        """With as many micro-batches as this epoch has; those that are trained are counted as fetched."""
+        """Set the number of micro-batches in this epoch; those that are trained count as fetched."""
         trainer, batches = self.trainer, self.batches
         assert batches is not None
         fit = trainer.fit_loop
@@ -308,27 +308,29 @@ class LightningHost(TrainerHost):
         progress = fit.epoch_loop.batch_progress.current
         progress.ready = progress.started = progress.processed = progress.completed = done
         fit._restarting = fit._resuming_from_checkpoint = False
-        iter(fetcher)  # which asks for the length
+        iter(fetcher)  # requests the length
         begin(fetcher)
         if self._lacks_validation and done and fit.epoch_loop._should_check_val_fx(fetcher):
             self._validate_first()
         self._lacks_validation = False
 
     def _validate_first(self) -> None:
-        """Let the loop begin with the validation of the last step, of which the checkpoint knows nothing:
-        EarlyStopping would have counted one less. Lightning does so if a validation was interrupted."""
+        """Let the loop begin with the last step's validation, which is not in the checkpoint.
+
+        Otherwise EarlyStopping would have counted one fewer. Lightning does this if a validation was interrupted.
+        """
         loop = self.trainer.fit_loop.epoch_loop
         stages = importlib.import_module(f"{self.module}.loops.evaluation_loop").RestartStage
         loop._restarting, loop.val_loop._restart_stage = True, stages.RESTARTED_MID_EVALUATION
         loop._batches_that_stepped -= 1  # it is counted after the validation
 
     def _backward(self, backward: Any, *args: Any, **kwargs: Any) -> None:
-        """Make a backward pass."""
+        """Do a backward pass."""
         backward(*args, **kwargs)
         self._has_backward = True
 
     def _optimizer_step(self, step: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make an optimizer step, which a gradient scaler may leave out."""
+        """Do an optimizer step, which a gradient scaler may skip."""
         result = step(*args, **kwargs)
         self._step_made()
         return result
@@ -337,10 +339,10 @@ class LightningHost(TrainerHost):
         self._has_step = True
 
     def step_ends(self) -> None:
-        """A micro-batch was trained: of a step, if the optimizer made one.
+        """Note that a micro-batch was trained; it ends a step if the optimizer stepped.
 
         Raises:
-            StateError: Lightning counted what was not done.
+            StateError: Lightning counted something that was not done.
         """
         counted, steps = self.trainer.global_step, self.steps
         had_backward, had_step = self._has_backward, self._has_step
@@ -363,7 +365,7 @@ class LightningHost(TrainerHost):
         self.save_if_due()
 
     def _validate(self, run: Any) -> Any:
-        """A resume would not do it again: what it draws, the training does not miss."""
+        """Restore the generators after a validation, which a resume would not repeat."""
         device = self.trainer.strategy.root_device
         self._before = generators.take(device)
         try:
@@ -373,7 +375,7 @@ class LightningHost(TrainerHost):
             self._before = None
 
     def put_generators(self) -> None:
-        """Before what a validation saves, and after it."""
+        """Restore the generators before a validation saves, and after it."""
         if self._before is not None:
             generators.put(self._before, self.trainer.strategy.root_device)
 
@@ -382,12 +384,13 @@ class LightningHost(TrainerHost):
     def _save_checkpoint(
         self, write: Any, filepath: Any, weights_only: bool | None = None, storage_options: Any = None
     ) -> None:
-        """Save and commit; what was asked for is then a link to the file of the checkpoint.
+        """Save and commit; the requested file is then a link to the file of the checkpoint.
 
-        In the middle of a step the file is written as ever, without a data state, and a checkpoint follows at its end.
+        In the middle of a step, the file is written as usual, without a data state, and a checkpoint follows when it
+        ends.
         """
         if Replay.asked() is not None:
-            return  # it saves nothing
+            return  # fast_dev_run saves nothing
         if not self.is_open or weights_only:
             make_room(filepath)
             write(filepath, weights_only, storage_options)
@@ -407,21 +410,21 @@ class LightningHost(TrainerHost):
         if (file := self.save_now()) is None:
             return
         step, paths = self._linked
-        # Those of an earlier save of this step would be links to a file that is replaced.
+        # Links from an earlier save of this step would lead to a replaced file.
         paths = [path for path in paths if path.exists()] if step == self.iteration() else []
         paths.append(Path(os.path.abspath(filepath)))
         self._linked = self.iteration(), paths
         on_rank_0(lambda: link(file, paths))
 
     def save_now(self) -> Path | None:
-        """A complete checkpoint of the last step; its file, or None if that failed and the run is to continue."""
+        """Save a complete checkpoint of the last step; returns its file; None if it failed and the run continues."""
         self._is_due = False
         tag = deepspeed_tag(self.iteration())
         file: Path | None = self.save_by(self.save_dir, self.write, tag=tag, tracker=False)
         return file
 
     def save_if_due(self, *, is_over: bool = False) -> None:
-        """Save what was asked for in the middle of a step. ``is_over``: the rest of a step will never be trained."""
+        """Save what was requested in the middle of a step. ``is_over``: the rest of a step will never be trained."""
         self._is_over = is_over
         if is_over:
             self.steps.leave()
@@ -430,7 +433,7 @@ class LightningHost(TrainerHost):
 
     @property
     def engine(self) -> Any:
-        """DeepSpeed's; None: another strategy."""
+        """DeepSpeed's engine; None: another strategy."""
         return getattr(self.trainer.strategy, "deepspeed_engine", None)
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -452,7 +455,7 @@ class LightningHost(TrainerHost):
         return [FILE] if is_rank_0() else []
 
     def _is_sharded(self) -> bool:
-        """Whether every rank writes a part, under FSDP."""
+        """Whether every rank writes a part, as under FSDP."""
         strategy = self.trainer.strategy
         return (
             getattr(strategy, "_state_dict_type", "full") == "sharded"
@@ -460,11 +463,11 @@ class LightningHost(TrainerHost):
         )
 
     def write(self, save: Save) -> Path:
-        """Write the file that Lightning would write, with the data state in it: for `Session.save`."""
+        """Write the file that Lightning would write, including the data state: for `Session.save`."""
         file, trainer = save.tag_dir / FILE, self.trainer
 
         def write_file() -> None:
-            # Not `trainer.save_checkpoint`: where rank 0 cannot write, the others would wait for it at a barrier.
+            # Not `trainer.save_checkpoint`: if rank 0 cannot write, the others would wait for it at a barrier.
             state = trainer._checkpoint_connector.dump_checkpoint(False)
             with facts.raising_last(self.engine):
                 trainer.strategy.save_checkpoint(state, str(file))
@@ -474,11 +477,11 @@ class LightningHost(TrainerHost):
         return file
 
     def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Restored:
-        """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model is there.
+        """Read a checkpoint by Lightning's own method ``read(file)``, which keeps it until the model exists.
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None if not known.
+            before: the layout of the run when it saved; None if unknown.
         """
 
         def check_and_read() -> None:
@@ -492,7 +495,7 @@ class LightningHost(TrainerHost):
         return Restored(envelope=None, iteration=0, samples=0) if held is None else self.resumed(held)
 
     def batches_of_epoch(self) -> tuple[int, int]:
-        """Micro-batches of this epoch: (that are trained, in whole steps of today; that are to come)."""
+        """Micro-batches of this epoch: (trained, in whole steps of the current size; still to come)."""
         loader, at, end = self.loader, self.steps.samples, self.loader.epoch_end
         if loader.epoch + 1 == self.epochs() and loader.stop != end:
             loader.stop = end
@@ -502,6 +505,6 @@ class LightningHost(TrainerHost):
         return within // loader.step_samples * loader.accumulation, micro_batches_to(loader, end, at)
 
     def epochs(self) -> int | None:
-        """The number of epochs of the run, by the Trainer or by the loader; None: no end."""
+        """The number of epochs of the run, from the Trainer or the loader; None: no end."""
         limits = [self.trainer.fit_loop.max_epochs, *(one.max_epochs for one in self.loader.stream.config.sources)]
         return min((limit for limit in limits if limit not in (None, -1)), default=None)

@@ -1,10 +1,10 @@
-"""Lightning's Trainer, as its host meets it.
+"""Lightning's Trainer, as needed by its host.
 
-check_trainer, check_fit, check_kind    what of its settings would be other data, or is not known to work
+check_trainer, check_fit, check_kind    refuse settings that would change the data, or are not known to work
 Batches                                 what it reads from
 callback_of                             reports its steps
-exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint,
-                                        which they outlive
+exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint, which
+                                        they outlive
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from megaresume.stream.errors import CheckpointError, StateError, UsageError
 
 #: in a tag directory: a file, or under DeepSpeed and with sharded checkpoints a directory.
 FILE = "checkpoint.ckpt"
-#: in the directory that is `FILE` under DeepSpeed: its tag, as Lightning calls it.
+#: the tag under DeepSpeed, in the directory `FILE`, by Lightning's name.
 DEEPSPEED = "checkpoint"
-#: of ours, in what Lightning saves.
+#: our key in what Lightning saves.
 KEY = "megaresume"
 
-#: of which a Trainer may be: one library under two names.
+#: packages of a Trainer: one library under two names.
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
-#: that were tried.
+#: strategies that were tried.
 _STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
 def check_trainer(trainer: Any, *, stops: bool) -> str:
-    """Refuse a Trainer whose settings are not known to work; returns the package that it is of.
+    """Refuse a Trainer with settings that are not known to work; returns its package.
 
     Args:
-        stops: whether the run stops in time by itself: then Lightning listens to no signal.
+        stops: whether the run stops in time itself: then Lightning must not listen to signals.
 
     Raises:
-        UsageError: naming the setting, and the way out.
+        UsageError: names the setting, and what to do instead.
     """
     modules = [base.__module__ for base in type(trainer).__mro__]
     package = next(name for name in _PACKAGES if f"{name}.trainer.trainer" in modules)
@@ -105,10 +105,10 @@ def check_trainer(trainer: Any, *, stops: bool) -> str:
 
 
 def check_fit(trainer: Any, package: str, loader: Any) -> None:
-    """Refuse what would be other data, as far as it is known only when a fit begins.
+    """Refuse what would change the data, as far as it is only known when a fit begins.
 
     Raises:
-        UsageError: naming the setting, and the way out.
+        UsageError: names the setting, and what to do instead.
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(
@@ -172,14 +172,14 @@ def check_fit(trainer: Any, package: str, loader: Any) -> None:
 
 
 def check_kind(strategy: Any, choice: Choice, engine: Any, begin_anew: str) -> None:
-    """Refuse a checkpoint that this strategy would not load, or of which it would leave out a part.
+    """Refuse a checkpoint that this strategy would not load, or not completely.
 
     Args:
         engine: DeepSpeed's; None: another strategy.
-        begin_anew: the way out without the data of that run.
+        begin_anew: how to start without the data state of that run.
 
     Raises:
-        CheckpointError: then.
+        CheckpointError: such a checkpoint.
     """
     path = choice.tag_dir / FILE
     wrote = "DeepSpeed" if (path / DEEPSPEED).is_dir() else "sharded FSDP" if path.is_dir() else "one file"
@@ -197,7 +197,7 @@ def check_kind(strategy: Any, choice: Choice, engine: Any, begin_anew: str) -> N
 
 
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
-    """The callbacks that change what a step is, or save in the middle of one."""
+    """Callbacks that change what a step is, or save in the middle of one."""
     elsewhere = "in a Trainer of its own, without megaresume.attach"
     refused = {
         "GradientAccumulationScheduler": "Trainer(accumulate_grad_batches=...), one number",
@@ -224,7 +224,7 @@ def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:
 
 
 def exactly(session: Session, root: Path, path: Path) -> Pick:
-    """The checkpoint that a path is of, or is a link to."""
+    """A pick of the checkpoint that a path belongs to, or is a link to."""
 
     def pick(shared: Any, damaged: Any) -> Choice | ForeignCheckpoint | None:
         of_path = (file.parent for file in root.glob(f"*/{FILE}") if _same(file, path) or _same(file.parent, path))
@@ -243,7 +243,7 @@ def exactly(session: Session, root: Path, path: Path) -> Pick:
 
 
 def _same(file: Path, path: Path) -> bool:
-    """Whether the two are one file or directory, or directories whose first files are one."""
+    """Whether both are the same file or directory, or directories with the same first file."""
     try:
         if os.path.samefile(file, path):
             return True
@@ -254,12 +254,12 @@ def _same(file: Path, path: Path) -> bool:
 
 
 def make_room(path: Any) -> None:
-    """Lightning writes into a directory that is there, whose files may be links to those of a checkpoint."""
+    """Remove a path: Lightning would write into an existing directory, whose files may be links to a checkpoint's."""
     on_rank_0(lambda: _remove(Path(path)) if os.path.isdir(path) else None)
 
 
 def link(file: Path, paths: Sequence[Path]) -> None:
-    """Let paths name the file of a checkpoint, so that it stays when the checkpoint is deleted."""
+    """Link paths to the file of a checkpoint, so that it survives deletion of the checkpoint."""
     for path in paths:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -267,7 +267,7 @@ def link(file: Path, paths: Sequence[Path]) -> None:
             _remove(new)
             if file.is_dir():
                 shutil.copytree(file, new, copy_function=_link_file)
-                _remove(path)  # a directory does not replace another
+                _remove(path)  # a directory cannot replace another
             else:
                 _link_file(file, new)
             os.replace(new, path)
@@ -288,14 +288,14 @@ def _remove(path: Path) -> None:
 
 
 class CountedBatches:
-    """The micro-batches of this rank, with the length of the epoch that runs.
+    """The micro-batches of this rank, with the length of the current epoch.
 
-    Lightning takes it for a loader that saves its own state, and says nothing of one that cannot be resumed. Its data
-    state lies elsewhere in the checkpoint, and is checked there.
+    Lightning takes it for a loader that saves its own state, and so does not warn that it cannot be resumed. Its data
+    state is elsewhere in the checkpoint, and is checked there.
 
     Args:
         steps: see `Steps`.
-        length: micro-batches of an epoch.
+        length: number of micro-batches in an epoch.
     """
 
     def __init__(self, steps: Steps, length: int) -> None:
@@ -308,15 +308,15 @@ class CountedBatches:
         return self.length
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: see `LightningHost.write`."""
+        """Empty: see `LightningHost.write`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Nothing: see `LightningHost.read`."""
+        """Do nothing: see `LightningHost.read`."""
 
 
 def not_made(step: int) -> StateError:
-    """The model or the strategy has left an optimizer step out."""
+    """The error for an optimizer step that the model or the strategy has skipped."""
     return StateError(
         "Lightning counted an optimizer step that was not made",
         found=f"no optimizer step after the micro-batches of step {step}",
@@ -328,7 +328,7 @@ def not_made(step: int) -> StateError:
 
 
 def in_the_middle(counted: int, accumulation: int) -> StateError:
-    """A step of the data is longer than one of the optimizer."""
+    """The error for a data step that is longer than an optimizer step."""
     return StateError(
         "an optimizer made a step in the middle of a step of the data",
         found=f"global_step {counted}, with fewer micro-batches than the loader has in a step "
@@ -340,13 +340,13 @@ def in_the_middle(counted: int, accumulation: int) -> StateError:
 
 
 def callback_of(host: Any) -> Any:
-    """One that tells a `LightningHost` of the steps, and puts its data state into what is saved."""
+    """A callback that tells a `LightningHost` of steps, and adds its data state to what is saved."""
     base = importlib.import_module(f"{host.module}.callbacks").Callback
 
     class DataResume(base):  # type: ignore[misc, valid-type]
-        """The callback through which the Trainer reports its steps."""
+        """The callback by which the Trainer reports its steps."""
 
-        # Lightning profiles each call of a hook, whether it does anything; what cannot be called it passes over.
+        # Lightning profiles each call of a hook, even an empty one, but skips what cannot be called.
         on_train_batch_start: Any = None
         on_after_backward: Any = None
         on_before_optimizer_step: Any = None
@@ -354,7 +354,7 @@ def callback_of(host: Any) -> Any:
 
         def on_train_start(self, *args: Any, **kwargs: Any) -> None:
             if host.session.meter is None:
-                self.__dict__["on_before_backward"] = None  # nobody takes the loss
+                self.__dict__["on_before_backward"] = None  # nobody needs the loss
 
         def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
             host.note_loss(loss, is_scaled=True)

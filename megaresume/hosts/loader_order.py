@@ -1,17 +1,17 @@
-"""Loaders whose state does not hold their order: a resume would repeat and lose samples in silence. `check_order`.
+"""`check_order`: refuses loaders whose state lacks their order: a resume would silently repeat and lose samples.
 
-A state says how far a loader is in its order. Where the order is drawn anew by every process, or in every pass, that is
-nothing. What is known, by reading and by trying (torchdata 0.11, datasets 5.2):
+A state says how far a loader has come in its order. If the order is drawn anew by every process, or in every pass, that
+means nothing. Known cases, from reading and from trying (torchdata 0.11, datasets 5.2):
 
-    torch's RandomSampler, WeightedRandomSampler,   not in a StatefulDataLoader's state: the next start draws others.
-    SubsetRandomSampler                             With a seeded generator, from the second pass on
-    torchdata.nodes.SamplerWrapper                  keeps the number of the pass, and does not give it back to
-                                                    a StatefulDistributedSampler; nothing of a RandomSampler
-    snapshot_every_n_steps, and a sampler           a state to which batches are to be added: near the end of a pass
+    torch's RandomSampler, WeightedRandomSampler,   not in a StatefulDataLoader's state: the next start draws others;
+    SubsetRandomSampler                             with a seeded generator, from the second pass on
+    torchdata.nodes.SamplerWrapper                  saves the number of the pass, but does not restore it in a
+                                                    StatefulDistributedSampler; nothing of a RandomSampler
+    snapshot_every_n_steps, and a sampler           a state to which batches must be added: near the end of a pass,
     that has a state                                there is none that can be loaded
     in_order=False                                  batches that came late, or early
-    datasets: the buffer of IterableDataset.shuffle what it holds; it is filled again from further on
-    datasets: IterableDataset in worker processes   of one that has read nothing since its state was loaded: where it is
+    datasets: the buffer of IterableDataset.shuffle its content; it is filled again from a later position
+    datasets: IterableDataset in worker processes   one that has read nothing since its state was loaded: its position
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OURS = "or megaresume.DataLoader over the map-style dataset, whose order every 
 
 
 def check_order(loader: Any) -> None:
-    """Raise a UsageError if a state of this loader is known not to hold its order."""
+    """Raise a UsageError if a state of this loader is known not to contain its order."""
     for what, instead in itertools.chain(_of_torchdata(loader), _of_nodes(loader), _of_streaming(loader)):
         raise UsageError(
             "the state of this loader does not hold its order, so that a resume would repeat and lose samples",
@@ -41,7 +41,7 @@ def check_order(loader: Any) -> None:
 
 
 def streaming_of(loader: Any) -> Any | None:
-    """The ``IterableDataset`` of Hugging Face's datasets that a loader reads, or is."""
+    """The ``IterableDataset`` of Hugging Face's datasets that a loader is, or reads."""
     kind = getattr(sys.modules.get("datasets"), "IterableDataset", None)
     return next((it for it in (loader, getattr(loader, "dataset", None)) if kind and isinstance(it, kind)), None)
 
@@ -98,7 +98,7 @@ def _draws(sampler: Any) -> bool:
 
 
 def _reached(first: Any, kind: Any) -> Iterator[Any]:
-    """The objects of a kind that one of them holds, itself included."""
+    """The objects of a kind among these and in them."""
     left, seen = [first], set[int]()
     while left:
         one = left.pop()

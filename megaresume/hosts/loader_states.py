@@ -1,18 +1,18 @@
-"""The record of the states of a loader in a checkpoint: a `DataState` of kind ``loader``, nothing of it pickled.
+"""The states of a loader in a checkpoint, as a `DataState` of kind ``loader``, without pickles in it.
 
 content = {"kind": "energon", "library": "megatron-energon 7.4.1", "dp": 2, "workers": 2, "batch_size": 4,
            "batches": 40,                            trained, by each data-parallel rank
            "sizes": [[0, 16]],                       (first sample, global batch size) up to here
-           "ranks": [[31022, "<xxh3_128>", 0], ...]}  by data-parallel rank: bytes, checksum, batches to pass over
+           "ranks": [[31022, "<xxh3_128>", 0], ...]}  by data-parallel rank: bytes, checksum, batches to skip
 
-All ranks together: who writes which state, who must agree with whom, and who gets what back.
+For all ranks together: which process writes which state, who must agree with whom, and who gets what back.
 
 Tensor-, pipeline- and context-parallel ranks of one data-parallel rank are its *replicas*: those that read batches
-must have read the same number of them, and the first writes the state. A replica may have no loader (it is sent the
-batches by another) or have one that it never asks (a pipeline stage in the middle).
+must have read the same number, and the first one writes the state. A replica may have no loader (another one sends it
+the batches) or have one that is never asked (a middle stage of a pipeline).
 
-Everything that `megaresume.checkpoint` promises for a stream holds for such a state too, and ``megaresume inspect``
-unpickles nothing.
+All that `megaresume.checkpoint` promises for a stream also holds for such a state, and ``megaresume inspect`` unpickles
+nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankState:
     size: int
     #: xxh3_128, 32 hex digits.
     checksum: str
-    #: batches to read and drop after the state.
+    #: batches to read and drop after the state is restored.
     skip: int
 
 
@@ -51,9 +51,9 @@ class LoaderRecord:
     """The states of all data-parallel ranks at one step."""
 
     facts: LoaderFacts
-    #: batches that optimizer steps have trained, of each data-parallel rank.
+    #: batches that optimizer steps have trained, per data-parallel rank.
     batches: int
-    #: by data-parallel rank.
+    #: the state of each data-parallel rank.
     ranks: tuple[RankState, ...]
     #: (first sample, global batch size in samples) up to here.
     sizes: tuple[tuple[int, int], ...] = ()
@@ -64,14 +64,14 @@ class LoaderRecord:
         return len(self.ranks)
 
     def entries(self, iteration: int, tag: str) -> tuple[FileEntry, ...]:
-        """The files of the states, by data-parallel rank: paths relative to ``<save>/megaresume``."""
+        """The files with the states, by data-parallel rank: paths relative to ``<save>/megaresume``."""
         return tuple(
             FileEntry(path=rank_file(iteration, tag, "loader", dp_rank), size=rank.size, checksum=rank.checksum)
             for dp_rank, rank in enumerate(self.ranks)
         )
 
     def to_state(self, samples: int) -> OpaqueState:
-        """The state of the data, after so many trained samples of all ranks together."""
+        """The state of the data after this many samples trained by all ranks together."""
         content = {
             **asdict(self.facts),
             "dp": self.dp,
@@ -85,7 +85,7 @@ class LoaderRecord:
 
     @classmethod
     def from_state(cls, state: DataState) -> LoaderRecord:
-        """Read what `to_state` made.
+        """Read the result of `to_state`.
 
         Raises:
             StateError: the state is of another kind, or lacks a field.
@@ -118,19 +118,19 @@ class LoaderRecord:
             ) from error
 
 
-#: of a run that has not saved yet.
+#: for a run that has not saved yet.
 NO_LOADER = LoaderRecord(
     facts=LoaderFacts(kind="none", library="none", workers=0, batch_size=None), batches=0, ranks=()
 )
 
 
 def check_fits(record: LoaderRecord, now: LoaderFacts, dp: int) -> None:
-    """Raise a StateError if the states cannot be restored exactly into this run's loaders.
+    """Raise a StateError if the states cannot be restored exactly with this run's loaders.
 
     Args:
-        record: of the checkpoint.
-        now: what this run's loader is.
-        dp: data-parallel size now.
+        record: from the checkpoint.
+        now: facts about this run's loader.
+        dp: current data-parallel size.
     """
     then = record.facts
     if then.kind != now.kind:
@@ -172,11 +172,11 @@ def _remedy(record: LoaderRecord, dp: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Offer:
-    """The state that one process offers to the others. Plain values: sent between ranks."""
+    """The state offered by one process to the others. Plain values, sent between ranks."""
 
     dp_rank: int
     facts: LoaderFacts | None
-    #: batches handed out.
+    #: number of batches handed out.
     handed: int
     rank: RankState | None
 
@@ -216,32 +216,31 @@ def _writers(offers: list[_Offer], dp_size: int, trained: int) -> list[int]:
 
 
 class LoaderStates(Data):
-    """The data of a run whose loader has a state of its own: its states where this process began, and at the last
-    `_take`."""
+    """The data of a run with a third-party loader: its states at the start of this process, and at the last `_take`."""
 
-    #: of this process; None if it reads no data.
+    #: this process's reader; None if it reads no data.
     reader: LoaderReader | None
-    #: data-parallel rank of this process, and their number.
+    #: data-parallel rank of this process, and the data-parallel size.
     dp_rank: int
     dp_size: int
     counts_by = "the batches handed out (the loader does not say where it stands)"
 
     def _begin(self, state: DataState) -> None:
-        """Nothing is trained since this state."""
+        """Set the state at the start: nothing is trained since."""
         self._states = [state]
-        #: of a save that has begun, the state that this rank writes; None if another replica does.
+        #: the state that this rank writes in the current save; None if another replica does.
         self._mine: bytes | None = None
 
     def _take(self, samples: int, *, trained: int, sizes: tuple[tuple[int, int], ...]) -> None:
         """Take the states of all ranks. Collective; writes nothing.
 
         Args:
-            samples: that are trained, of all ranks together.
-            trained: batches that every data-parallel rank has trained, since the start of the run.
+            samples: samples trained by all ranks together.
+            trained: batches that every data-parallel rank has trained since the start of the run.
             sizes: (first sample, global batch size in samples) up to here.
 
         Raises, on every rank:
-            StateError: replicas have read different numbers of batches, or a loader gives no usable state.
+            StateError: replicas have read different numbers of batches, or a loader returns no usable state.
             UsageError: a data-parallel rank has no loader, or the ranks' loaders differ.
         """
         reader, dp_rank = self.reader, self.dp_rank
@@ -270,10 +269,10 @@ class LoaderStates(Data):
         return next(state for state in reversed(self._states) if state.samples == samples)
 
     def _put_back(self, record: LoaderRecord, choice: Choice, iteration: int) -> None:
-        """Put the state of this data-parallel rank back. On every process; raises on its own (see `on_all_ranks`).
+        """Restore the state of this data-parallel rank. On every process; raises on one rank (see `on_all_ranks`).
 
         Raises:
-            StateError: the run is laid out in another way, or a state is missing or damaged.
+            StateError: the run has another layout, or a state is missing or damaged.
         """
         if self.reader is None:
             return

@@ -1,39 +1,39 @@
-"""Other people's loaders, attached to DeepSpeed and Megatron: their states become part of the checkpoint.
+"""Third-party loaders, attached to DeepSpeed and Megatron: their states become part of the checkpoint.
 
     data = megaresume.attach(engine, loader)                DeepSpeed
     provider = megaresume.provider(base_provider)            Megatron, --dataloader-type external
 
-Anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's ``SavableDataLoader``) or ``state_dict`` /
-``load_state_dict`` (torchdata's ``StatefulDataLoader`` and its kin) will do. The order of the samples stays the
-loader's; what is ours is that the state belongs to the *trained* batches, that every data-parallel rank's state is
-committed with the checkpoint or not at all, and that it is restored on every replica or refused:
+Supports anything with ``save_state_rank`` / ``restore_state_rank`` (Energon's ``SavableDataLoader``) or ``state_dict``
+/ ``load_state_dict`` (such as torchdata's ``StatefulDataLoader``). The loader determines the order of the samples. We
+ensure that the state belongs to the *trained* batches, that every data-parallel rank's state is committed with the
+checkpoint or not at all, and that it is restored on every replica or refused:
 `megaresume.hosts.loader_states`.
 
-Here is what a kind of loader says of itself, and how its state is taken and put back. One class a kind.
+This module has one class for each kind of loader: its facts, and how its state is taken and restored.
 
-    loader  --adapter_of-->  Adapter:  facts()   workers and batch size: the state fits nothing else
+    loader  --adapter_of-->  Adapter:  facts()   workers and batch size, on which the state depends
                                        save()    the state after the last batch that was handed out
                                        restore() before the first batch
-                                       batches() an iterator, asked for once an epoch
+                                       batches() an iterator, requested once per epoch
 
-States are objects of the loader's own library; they are pickled, since nothing else can hold them (Energon's are
+States are objects of the loader's own library; they are pickled, as there is no other format for them (Energon's are
 classes, which ``torch.load`` refuses by default since torch 2.6).
 
-`LoaderReader`: the batches of a loader forever, and its state at the last *trained* one.
+`LoaderReader`: the batches of a loader, without end, and its state at the last *trained* one.
 
-A loader tells its state after the batch that it handed out last. A training loop may hold batches that it has not
+A loader's state is that after the batch that it handed out last. A training loop may have batches that it has not
 trained yet (it reads ahead, or saves in the middle of a step), and those must come again after a resume:
 
     handed out  0 ─────────── s ──────────── t ─────── h
-                              │              │         └ where the loader is
-                              │              └ trained: what the checkpoint is to name
+                              │              │         └ the position of the loader
+                              │              └ trained: the position for the checkpoint
                               └ the last state that was taken at or before t
 
     nothing ahead (t = h):   the state is taken now
-    otherwise:               the state taken at s, and "pass over t - s batches": they are read again and dropped
+    otherwise:               the state taken at s, and "skip t - s batches": they are read again and dropped
 
-States are taken every `SNAPSHOT_EVERY` batches, so that t - s stays small, and after the very first one: the beginning
-is no state to pass over batches from, since a loader may begin with an order that it draws itself.
+States are taken every `SNAPSHOT_EVERY` batches, so that t - s stays small, and after the very first batch: one cannot
+skip batches from the beginning, as a loader may begin with an order that it draws itself.
 """
 
 from __future__ import annotations
@@ -54,46 +54,46 @@ from megaresume.stream.errors import StateError, UsageError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderFacts:
-    """The settings that a state of this loader depends on."""
+    """Settings on which a loader's state depends."""
 
     #: energon, or state_dict.
     kind: str
-    #: what made it: a name and a version, for people.
+    #: its library and version, for people.
     library: str
-    #: worker processes of one data-parallel rank.
+    #: worker processes per data-parallel rank.
     workers: int
-    #: samples of one batch; None if the loader does not say.
+    #: samples in a batch; None if unknown.
     batch_size: int | None
 
 
 class Adapter(Protocol):
-    """One loader, seen from here."""
+    """The interface to one loader."""
 
     def facts(self) -> LoaderFacts:
-        """The settings that its state depends on."""
+        """The settings on which its state depends."""
 
     def save(self, handed: int, epoch: int) -> Any:
         """The state after the last batch.
 
         Args:
             handed: batches handed out since the beginning of the run.
-            epoch: passes over the loader that have ended.
+            epoch: number of finished passes over the loader.
         """
 
     def restore(self, state: Any, handed: int, epoch: int) -> None:
-        """Put a state back, before the first batch of this process."""
+        """Restore a state, before the first batch of this process."""
 
     def batches(self, epoch: int, *, is_restored: bool = False) -> Iterator[Any]:
         """The batches up to the end of an epoch; a later call continues with the next.
 
         Args:
-            epoch: passes over the loader that have ended.
-            is_restored: the first call since `restore`.
+            epoch: number of finished passes over the loader.
+            is_restored: whether this is the first call since `restore`.
         """
 
 
 def adapter_of(loader: Any) -> Adapter:
-    """Find out what kind of loader it is, by its methods.
+    """Recognise the kind of a loader by its methods.
 
     Raises:
         UsageError: it can neither save nor restore a state, or is known to lose its order.
@@ -103,7 +103,7 @@ def adapter_of(loader: Any) -> Adapter:
     if all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict", "__iter__")):
         check_order(loader)
         return StateDictAdapter(loader)
-    dataset = getattr(loader, "dataset", loader)  # given itself, or by a loader of torch's or DeepSpeed's
+    dataset = getattr(loader, "dataset", loader)  # passed directly, or in a loader of torch's or DeepSpeed's
     if all(hasattr(dataset, name) for name in ("__getitem__", "__len__")):
         name = "DATASET" if dataset is loader else "LOADER.dataset"
         action = (
@@ -135,13 +135,12 @@ def _library(loader: Any) -> str:
 
 
 class StateDictAdapter:
-    """``state_dict`` and ``load_state_dict``, as torchdata defines them: the state after the batch handed out last.
+    """``state_dict`` and ``load_state_dict`` as torchdata defines them: the state after the batch handed out last.
 
-    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, and not again when one is
-    resumed: without workers, the shuffle of the epoch *after* a resume would be another one. So the generator's own
-    state is kept as well.
+    Torchdata 0.11 draws a seed from the loader's generator when an epoch begins, but not when one is resumed: without
+    workers, the shuffle of the epoch *after* a resume would change. So the generator's own state is saved as well.
 
-    A streaming dataset of Hugging Face's begins each of its passes where it was restored. So that is forgotten after
+    A streaming dataset of Hugging Face's begins each of its passes at the restored position. So that is cleared after
     the first one.
     """
 
@@ -185,8 +184,8 @@ class StateDictAdapter:
         return batches
 
     def _set_epoch(self, epoch: int) -> None:
-        # A distributed sampler shuffles by the epoch that it is told, and its state does not hold it. A loader that is
-        # its own sampler counts by itself: its epochs do not end where a pass over it does.
+        # A distributed sampler shuffles by the epoch that it is given, which is not in its state. A loader that is its
+        # own sampler counts itself: its epochs do not end with a pass over it.
         for name in ("sampler", "batch_sampler"):
             sampler: Any = getattr(self.loader, name, None)
             if sampler is not self.loader and hasattr(sampler, "set_epoch"):
@@ -197,12 +196,12 @@ class EnergonAdapter:
     """Energon's ``SavableDataLoader``: ``save_state_rank`` and ``restore_state_rank``.
 
     Energon 7.4 forgets, for every worker that has handed out nothing since a restore, how many batches of the restored
-    state it is to pass over (``_worker_sample_counters``); a second resume soon after the first then repeats and skips
-    samples in silence. So the counters are set right after its restore, and every state is checked against our own
-    count of the batches before it is used.
+    state to skip (``_worker_sample_counters``); a second resume soon after the first would then silently repeat and
+    skip samples. So the counters are set right after a restore, and every state is compared with our own count of the
+    batches before it is used.
 
-    It begins with its first batch, and torch draws a seed for its workers then, which Energon does not use. A run that
-    nobody stopped has drawn it long ago, so a restored one takes it from another generator than that of the model.
+    With its first batch, torch draws a seed for its workers, which Energon does not use. An uninterrupted run has drawn
+    it long ago, so a restored one takes it from a generator other than the model's.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -263,12 +262,12 @@ _END = object()
 
 
 def _next_index(worker: Any) -> int:
-    """The number of the batch, in one worker's own counting, that comes next after a restore."""
+    """The number of the next batch after a restore, as one worker counts."""
     return int(worker.offset) + (0 if worker.state is None else int(worker.state.sample_index))
 
 
 def _batches_of(state: Any) -> int | None:
-    """Batches handed out before a ``SavableDataLoaderState``; None if it does not say."""
+    """Batches handed out before a ``SavableDataLoaderState``; None if unknown."""
     if state is None:
         return 0
     workers = state.worker_states
@@ -278,17 +277,17 @@ def _batches_of(state: Any) -> int | None:
     return None if None in counts else sum(counts)
 
 
-#: Batches between two states that are taken though nothing is saved. Energon needs about 30 ms for one.
+#: Batches between two states taken without a save. Energon needs about 30 ms for one.
 SNAPSHOT_EVERY = 32
 
 
 class LoaderReader:
-    """One data-parallel rank's loader.
+    """The loader of one data-parallel rank.
 
     Args:
         adapter: of the loader.
-        trained: batches of this loader that optimizer steps have trained, since the start of the run. Never more than
-            were handed out.
+        trained: returns the number of batches of this loader that optimizer steps have trained since the start of the
+            run; never more than were handed out.
     """
 
     def __init__(self, adapter: Adapter, trained: Callable[[], int]) -> None:
@@ -299,17 +298,17 @@ class LoaderReader:
         self.handed = 0
         self._epoch = 0
         self._start = 0
-        #: in the middle of what an earlier process began.
+        #: whether it is in the middle of a pass that an earlier process began.
         self._is_restored = False
         #: (batches handed out, pickled state there).
         self._snapshots: deque[tuple[int, bytes]] = deque([(0, _pickled(None, 0, 0))])
 
     def __next__(self) -> Any:
-        """The next batch; a loader that ends is begun again.
+        """The next batch; a loader that ends is restarted.
 
         Raises:
             UsageError: the loader has no batches at all.
-            StateError: the loader cannot go on from its state.
+            StateError: the loader cannot continue from its state.
         """
         last = self._snapshots[-1][0]
         if self.handed - last >= (SNAPSHOT_EVERY if last else 1):
@@ -339,11 +338,11 @@ class LoaderReader:
         if not self._is_restored:
             return self.adapter.batches(self._epoch)
         self._is_restored = False
-        # A DataLoader draws a number when it begins. A run that nobody stopped has drawn it long ago.
+        # A DataLoader draws a number when it begins. An uninterrupted run has drawn it long ago.
         try:
             with kept():
                 return self.adapter.batches(self._epoch, is_restored=True)
-        except StopIteration as error:  # it would end the loop that trains, as if the data were over
+        except StopIteration as error:  # it would end the training loop, as if the data had ended
             raise _not_taken_back(error) from error
 
     def _take(self) -> bytes:
@@ -358,14 +357,14 @@ class LoaderReader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether steps were trained in this process and none of their batches came from here."""
+        """Whether steps were trained in this process, but none of their batches came from here."""
         return self.handed == self._start < self._trained()
 
     def state(self) -> tuple[bytes, int]:
         """The state for exactly the trained batches.
 
         Returns:
-            it, pickled, and the batches to pass over after it.
+            the pickled state, and the number of batches to skip after it.
 
         Raises:
             StateError: more batches were trained than were handed out.
@@ -386,14 +385,14 @@ class LoaderReader:
         return state, trained - at
 
     def restore(self, pickled: bytes, skip: int) -> None:
-        """Resume from what `state` gave; before the first batch.
+        """Resume from the result of `state`; before the first batch.
 
         Args:
             pickled: the state.
             skip: batches to read and to drop.
 
         Raises:
-            UsageError: batches were handed out already.
+            UsageError: batches were already handed out.
             StateError: the loader refuses the state.
         """
         if self._batches is not None:

@@ -3,14 +3,14 @@
     megaresume.attach(config, loader_of, checkpoints=megaresume.Checkpoints(save_dir="run"))
     pretrain(config, ...)
 
-Nothing of Bridge is patched. It is given a checkpoint manager and a dataset provider by its own protocols, which are in
+Bridge is not patched. It gets a checkpoint manager and a dataset provider by its own protocols, which are in
 `megaresume.hosts.megatron_bridge_manager`. Importing this imports neither Bridge nor Megatron: `attach` does.
 
-The data state is in ``iter_0000010`` beside the weights, in the one file of the state that all ranks have alike: with
-that of the schedule of the learning rate. Bridge's own count of samples is in its ``train_state.pt``.
+The data state is in ``iter_0000010`` next to the weights, in the one file with the state that is equal on all ranks,
+together with the learning-rate schedule. Bridge's own count of samples is in its ``train_state.pt``.
 
-Bridge makes its process groups, and `Manager` and `Provider`, by itself: what a run trains is opened when its ranks are
-known, and there are no hooks. Only its first and last stages of a pipeline read batches; the others follow its counter.
+Bridge creates its process groups, and `Manager` and `Provider`, itself: a run's data is opened when its ranks are
+known, and there are no hooks. Only the first and last stages of a pipeline read batches; the others follow its counter.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from megaresume.stream.errors import UsageError
 
 #: imports Bridge.
 _MANAGER = "megaresume.hosts.megatron_bridge_manager"
-#: what rank 0 writes after it has heard of the files of all ranks.
+#: files that rank 0 writes after it has heard from all ranks that theirs are written.
 _LAST = (".metadata", "metadata.json", "run_config.yaml", "train_state.pt")
-#: what of a stream's batch Bridge takes.
+#: keys of a stream's batch that Bridge uses.
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
-#: given (data-parallel rank, data-parallel ranks): the loader of that rank.
+#: (data-parallel rank, data-parallel size) -> the loader of that rank.
 LoaderOf = Callable[[int, int], DataLoader | StreamLoader]
 ValidationOf = Callable[[int, int], Iterable[Any]]
 
@@ -60,8 +60,8 @@ def attach(
     checkpoints: Checkpoints = Checkpoints(),
     metrics: Any = None,
 ) -> None:
-    """Give a run of Megatron-Bridge its data in an exact order, and its checkpoints the state of that data. Call it on
-    every rank, before ``pretrain(config, forward_step)`` or ``finetune(config, forward_step)``.
+    """Give a run of Megatron-Bridge its data in an exact order, and add the state of that data to its checkpoints. Call
+    it on every rank, before ``pretrain(config, forward_step)`` or ``finetune(config, forward_step)``.
 
     It sets ``config.dataset`` and ``config.checkpoint.custom_manager_class``. With ``checkpoint.load`` the run
     continues from the newest complete checkpoint, on any number of ranks; Bridge's config says where and when it saves,
@@ -69,22 +69,22 @@ def attach(
 
     Args:
         config: Bridge's ``ConfigContainer``.
-        data: given the data-parallel rank and the number of such ranks, makes the loader of that rank: a `DataLoader`
-            of batches as Bridge's forward step takes them, or a `StreamLoader`.
-        validation: likewise what each evaluation reads, from its beginning on: any iterable of micro-batches, such as a
-            loader of torch's. None if nothing is evaluated.
-        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        data: a function of data-parallel rank and size that returns the loader of that rank: a `DataLoader` with
+            batches that Bridge's forward step accepts, or a `StreamLoader`.
+        validation: likewise for each evaluation, which reads from the beginning: any iterable of micro-batches, such as
+            a loader of torch's. None if nothing is evaluated.
+        checkpoints: what is kept besides the newest, how often a save is retried, and so on.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises:
-        UsageError: a setting under which the data would be other data, or that is not known to work, by name; or
-            attached already. Also at the start of the run, on every rank, for what is known only then.
+        UsageError: a setting that would change the data, or that is not known to work, by name; or already attached.
+            Also at the start of the run, on every rank, for what is only known then.
     """
     host = BridgeHost(config, data, validation)
     host.check()
     host.checkpoints, host.metrics = host.settings(checkpoints), metrics
     own = config.checkpoint
-    # Retention is the session's: what Bridge deletes, it deletes before the newer one is complete.
+    # Retention is the session's: Bridge would delete before the newer checkpoint is complete.
     own.most_recent_k, own.custom_manager_class = -1, f"{_MANAGER}.Manager"
     setattr(own, SLOT, host)
     config.dataset = importlib.import_module(_MANAGER).Provider.of(host)
@@ -94,11 +94,11 @@ def attach(
 
 
 class Carrying(Carried):
-    """A schedule of the learning rate, and the data state in what it saves and loads.
+    """A learning-rate schedule with the data state in what it saves and loads.
 
     Args:
         schedule: Megatron's ``OptimizerParamScheduler``.
-        text: of the save that begins: see `Envelope.to_text`. After a load, what was found.
+        text: for the save that begins: see `Envelope.to_text`. After a load, what was found.
     """
 
     def __init__(self, schedule: Any, text: str = "") -> None:
@@ -109,7 +109,7 @@ class Carrying(Carried):
         return getattr(self._schedule, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Carried`: beside the schedule's own."""
+        """See `Carried`: in addition to the schedule's own."""
         return {**self._schedule.state_dict(), **super().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -119,12 +119,12 @@ class Carrying(Carried):
 
 
 class BridgeHost(TrainerHost):
-    """See `TrainerHost`. Made once for each config.
+    """Megatron-Bridge as a host, see `TrainerHost`. Created once for each config.
 
     Args:
         trainer: Bridge's ``ConfigContainer``.
-        data: makes the loader of a data-parallel rank.
-        validation: likewise what is evaluated; None: nothing.
+        data: returns the loader of a data-parallel rank.
+        validation: likewise for evaluations; None: none.
     """
 
     package = "megatron-bridge"
@@ -140,7 +140,7 @@ class BridgeHost(TrainerHost):
     forgotten = "checkpoint.load names another directory, or none, or it has lost latest_train_state.pt; or finetune"
     load = "checkpoint.load={directory}"
     begin_anew = "checkpoint.pretrained_checkpoint, and another directory as checkpoint.save and checkpoint.load"
-    #: of `settings`; of `attach`; the data-parallel rank and their number; whether this rank reads batches.
+    #: from `settings`; from `attach`; the data-parallel rank and size; whether this rank reads batches.
     checkpoints: Checkpoints
     metrics: Any
     ranks: tuple[int, int]
@@ -150,7 +150,7 @@ class BridgeHost(TrainerHost):
         super().__init__(trainer)
         self._data, self._validation = data, validation
         self.is_open, self._has_begun, self.is_closed = False, False, False
-        #: steps that Bridge has made.
+        #: number of steps that Bridge has done.
         self.step = 0
 
     def check(self) -> None:
@@ -201,7 +201,7 @@ class BridgeHost(TrainerHost):
 
     @property
     def device(self) -> None:
-        """See `TrainerHost`: Bridge saves and loads the generators of all ranks by itself."""
+        """See `TrainerHost`: Bridge saves and loads the generators of all ranks itself."""
 
     def settings(self, given: Checkpoints) -> Checkpoints:
         """See `TrainerHost`."""
@@ -221,13 +221,13 @@ class BridgeHost(TrainerHost):
         return merge_trainer_settings(given, trainer="Megatron-Bridge", save_dir=place, keep_last=(most_is, most))
 
     def open_once(self, groups: Any) -> None:
-        """Make the loader, and open the session; once. Collective.
+        """Create the loader, and open the session; once. Collective.
 
         Args:
             groups: Megatron-Core's ``ProcessGroupCollection``.
 
         Raises, on every rank:
-            UsageError: no loader of megaresume's, or one of other ranks or sizes than the run's.
+            UsageError: not a loader of megaresume's, or one for other ranks or sizes than the run's.
             CheckpointError: another job writes to ``checkpoint.save``.
         """
         if self.is_open:
@@ -326,7 +326,7 @@ class BridgeHost(TrainerHost):
     def _evaluated(self, loader: Iterable[Any]) -> Iterator[Any]:
         while True:
             step = self.step
-            with kept():  # an evaluation draws nothing from the generators of the training
+            with kept():  # an evaluation does not affect the generators of the training
                 batches, batch = iter(loader), None
             while step == self.step:
                 with kept():
@@ -344,7 +344,7 @@ class BridgeHost(TrainerHost):
                 )
 
     def step_begins(self, *, is_over: bool) -> None:
-        """A step begins, or nothing is left to train. Collective."""
+        """Note that a step begins, or that nothing is left to train. Collective."""
         if not self._has_begun:
             self._has_begun = True
             self.session.begin(trains=not is_over, save_interval=self.trainer.checkpoint.save_interval)
@@ -354,7 +354,7 @@ class BridgeHost(TrainerHost):
         """Compare Bridge's count of steps and samples with ours, between two steps.
 
         Raises:
-            StateError: they differ; or a step was made of other batches than its own.
+            StateError: they differ; or a step was trained on other batches than its own.
         """
         self.step = state.step
         if not self.reads:
@@ -364,7 +364,7 @@ class BridgeHost(TrainerHost):
         self.steps.compare(state.step, state.consumed_train_samples)
 
     def close(self, *, is_over: bool) -> None:
-        """Say that nothing is left to train, if so, and let other jobs save; once. Collective."""
+        """Record that nothing is left to train, if so, and let other jobs save; once. Collective."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -375,7 +375,7 @@ class BridgeHost(TrainerHost):
 
 
 def _let_warnings_through() -> None:
-    """Bridge's ``logger.filter_warnings`` silences every logger that there is: ours says what was passed over."""
+    """Undo Bridge's ``logger.filter_warnings`` for our logger, which says what was skipped: it silences all loggers."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.partition(".")[0] == "megaresume" and isinstance(logger, logging.Logger):
             logger.filters = [one for one in logger.filters if getattr(one, "__name__", "") != "warning_filter"]

@@ -1,10 +1,10 @@
 """`Manager`: checkpoints by Megatron-Bridge's own protocol, ``megatron.bridge``'s ``CheckpointManager``.
 
-    load                  the newest complete checkpoint, in place of the one that the tracker names
+    load                  the newest complete checkpoint, instead of the one that the tracker names
     save                  by the session: commit, lock, ledger, retention
     finalize_async_saves  called before every step, and when training has ended
 
-What is neither a run to continue with nor a save of one is left to Bridge's own manager.
+Anything other than continuing a run and saving it is left to Bridge's own manager.
 
 `Provider`: what a run iterates over, by Bridge's own contract for custom data.
 """
@@ -31,10 +31,10 @@ from megaresume.hosts.megatron_bridge import BridgeHost
 
 
 class Manager:
-    """See above. Made by Bridge, once for each process.
+    """Bridge's checkpoint manager. Created by Bridge, once for each process.
 
     Args:
-        checkpoint_config: Bridge's, of a config that `megaresume.attach` was called with.
+        checkpoint_config: Bridge's, from a config that was passed to `megaresume.attach`.
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
@@ -43,12 +43,12 @@ class Manager:
 
     @property
     def checkpointing_context(self) -> dict[str, Any]:
-        """The context that Bridge keeps from one save to the next."""
+        """The context that Bridge passes from one save to the next."""
         context: dict[str, Any] = self._bridge.checkpointing_context
         return context
 
     def load(self, ctx: Any) -> tuple[int, int]:
-        """Resume from the newest complete checkpoint, or from that of ``ckpt_step``; or read weights alone.
+        """Resume from the newest complete checkpoint, or from that of ``ckpt_step``; or only read weights.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
@@ -76,15 +76,15 @@ class Manager:
         return self._begin(ctx) if found is None else tuple(found)
 
     def _begin(self, ctx: Any) -> tuple[int, int]:
-        """The first save of a run was cut short: begin again from the weights that it began from."""
+        """Start again from the weights that the run started from, after its first save was interrupted."""
         own = self._config
-        if own.pretrained_checkpoint is None or ctx.state.cfg.peft is not None:  # which has loaded them already
+        if own.pretrained_checkpoint is None or ctx.state.cfg.peft is not None:  # which has already loaded them
             return 0, 0
         with replaced(own, load=None):
             return tuple(self._bridge.load(ctx))
 
     def save(self, ctx: Any, callback_manager: Any = None) -> None:
-        """Save and commit the step that was made last.
+        """Save and commit the last step.
 
         Raises, on every rank:
             See `Session.save`.
@@ -92,7 +92,7 @@ class Manager:
         run, bridge = self._run, self._bridge
         run.stepped(ctx.state.train_state)
         if run.steps.step == run.session.settled_step:
-            return  # a run that was finished, and is started again
+            return  # a finished run that was started again
 
         def write(schedule: Any) -> None:
             bridge.save(replace(ctx, opt_param_scheduler=schedule), callback_manager)
@@ -105,7 +105,7 @@ class Manager:
         )
 
     def finalize_async_saves(self, state: Any, blocking: bool = False, terminate: bool = False) -> None:
-        """A step begins; or, with ``terminate``, no more will.
+        """Note that a step begins; or, with ``terminate``, that none will.
 
         Raises:
             StateError: see `BridgeHost.stepped`; on every rank: see `Session.begin`.
@@ -124,21 +124,21 @@ class Manager:
 
 @dataclass
 class Provider(DatasetProvider):  # type: ignore[misc]
-    """Made by `megaresume.attach`. Its fields are written to ``run_config.yaml``."""
+    """Bridge's dataset provider, created by `megaresume.attach`. Its fields are written to ``run_config.yaml``."""
 
     dataloader_type: Literal["single", "cyclic", "batch", "external"] | None = "external"
-    #: asked by Bridge's forward step: False if the batches have a mask.
+    #: read by Bridge's forward step: False if the batches have a mask.
     skip_getting_attention_mask_from_dataset: bool = True
 
     @classmethod
     def of(cls, run: BridgeHost) -> Provider:
-        """The data of a run."""
+        """The provider of a run's data."""
         provider = cls()
-        provider._run = run  # no field: it cannot be written to a file
+        provider._run = run  # not a field: it cannot be written to a file
         return provider
 
     def build_datasets(self, context: Any) -> tuple[Iterator[Any], Iterator[Any] | None, None]:
-        """The micro-batches of this rank to train, and to evaluate. Collective."""
+        """The micro-batches of this rank for training, and for evaluation. Collective."""
         run: BridgeHost = self._run
         run.open_once(context.pg_collection)
         loader = run.steps.feed.loader

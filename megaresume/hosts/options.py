@@ -1,5 +1,5 @@
-"""What is said about an option of `megaresume.attach` that this trainer does not have, that is missing or of another
-type: what to write instead.
+"""Errors about options of `megaresume.attach` that a trainer does not have, that are missing, or that have another
+type: they say what to write instead.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from megaresume.checkpoint.settings import Checkpoints, DataOptions, LoaderOptio
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.stream.errors import UsageError, near, nearest
 
-#: the options that are groups of settings, and one of their settings as an example.
+#: options that are groups of settings, and a setting of each as an example.
 _GROUPS: Mapping[str, tuple[type[Any], Mapping[str, Any]]] = {
     "checkpoints": (Checkpoints, {"save_dir": "run"}),
     "stop": (StopConditions, {"before_end": "auto"}),
     "loader_options": (LoaderOptions, {"num_workers": 2}),
     "data_options": (DataOptions, {"on_change": "stage"}),
 }
-#: what to do instead of giving the loader by a name.
+#: how to pass the loader without a name.
 _LOADER = "a loader is the second argument, without a name"
 _DEEPSPEED = ("it is for checkpoints of a DeepSpeed engine", "leave it out")
-#: what is no option of some trainers, or of any: cause, and what to do instead.
+#: names that are not options of some trainers, or of any: cause, and what to do instead.
 _INSTEAD = {
     "loader": (None, _LOADER),
     "elastic": _DEEPSPEED,
@@ -34,7 +34,7 @@ _INSTEAD = {
         "or copy a complete checkpoint, and then prompts.jsonl; docs/attach.md says which trainer has which options",
     ),
 }
-#: what a trainer may need -> what it is; how to give it, where the call of this trainer does not show it.
+#: what a trainer may need -> what it is; how to pass it, if the trainer's call does not show that.
 _NEEDED = {
     "global_batch_size": ("samples of a step, of all replicas together", "pass global_batch_size=64, for example"),
     "data": ("what it is to train", None),
@@ -43,7 +43,7 @@ _NEEDED = {
 
 
 def check_groups(options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for an option that should be a group of settings, and is something else."""
+    """Raise a UsageError for an option that should be a group of settings, but is something else."""
     for name, (cls, example) in _GROUPS.items():
         value = options.get(name)
         if value is None or isinstance(value, cls):
@@ -60,16 +60,16 @@ def check_groups(options: Mapping[str, Any]) -> None:
 
 
 def check_options(call: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise a UsageError for an option that this trainer does not have, and for one that it needs.
+    """Raise a UsageError for an option that this trainer does not have, or for one that is missing.
 
     Args:
         call: the beginning of its call of `megaresume.attach`.
-        function: that attaches it.
-        options: as they were given.
+        function: attaches it.
+        options: as given.
     """
     _, *parameters = inspect.signature(function).parameters.values()
     known = [one.name for one in parameters if one.kind is not one.VAR_KEYWORD]
-    if len(known) == len(parameters):  # otherwise it looks at further ones by itself
+    if len(known) == len(parameters):  # otherwise it checks further ones itself
         for name, value in options.items():
             if name not in known:
                 raise unknown_option(call, name, value, known)
@@ -87,13 +87,13 @@ def check_options(call: str, function: Callable[..., Any], options: Mapping[str,
 def unknown_option(
     call: str, name: str, value: Any, known: Collection[str], *, action: str | None = None
 ) -> UsageError:
-    """The refusal of an option that a trainer does not have.
+    """The error for an option that a trainer does not have.
 
     Args:
         call: the beginning of its call of `megaresume.attach`.
         name, value: of the option.
         known: the options that this trainer has.
-        action: what is known about this one; without it, see `_INSTEAD`, or what the option looks like.
+        action: what is known about this one; by default from `_INSTEAD`, or guessed from the option's value.
     """
     cause, instead = _INSTEAD.get(name, (None, None))
     action = action or instead
@@ -116,7 +116,7 @@ def unknown_option(
 
 
 def _given(settings: Any) -> dict[str, Any]:
-    """The settings of a group that are not the defaults."""
+    """The settings of a group that differ from the defaults."""
     values = {one.name: (getattr(settings, one.name), one.default) for one in dataclasses.fields(settings)}
     return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -130,7 +130,7 @@ def _call(group: type[Any], settings: Mapping[str, Any]) -> str:
 
 
 def _without_its_group(call: str, settings: Any, known: Collection[str]) -> str | None:
-    """How to give the settings of a group to a trainer that does not take it; None if that is not known."""
+    """How to pass the settings of a group to a trainer that does not accept it; None if unknown."""
     given = _given(settings)
     if given and given.keys() <= set(known):
         return f"pass {_words(given)} itself"

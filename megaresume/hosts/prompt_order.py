@@ -1,7 +1,7 @@
-"""`PromptOrder`: which item an ordinal is, in the order of `megaresume.DataLoader`, over epochs, blends and stages.
+"""`PromptOrder`: the item of an ordinal, in the order of `megaresume.DataLoader`, across epochs, blends and stages.
 
-A change at a resume (prompts appended, other weights) begins with the next ordinal that was never issued: those in
-flight are what they were. So a state holds one state of the stream for each order that prompts in flight came from.
+A change at a resume (prompts appended, other weights) begins with the first ordinal that was never issued: those in
+flight keep their items. So a state has one state of the stream for each order that prompts in flight came from.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ log = logging.getLogger(__name__)
 #: (epoch, item, dataset, place) of an ordinal: `DataLoader.places`.
 Place = tuple[int, int, str, Any]
 
-#: ordinals planned at a time, and how many such blocks are kept, for prompts that are issued again.
+#: ordinals planned at a time, and the number of such blocks kept, for prompts that are issued again.
 BLOCK, BLOCKS = 4096, 32
-#: options of `DataLoader` that have a meaning here.
+#: options of `DataLoader` that are meaningful here.
 OF_ORDER = ("seed", "shuffle", "max_epochs", "append", "on_change", "blend", "stages", "skip", "keyed")
 
 
 @dataclass(slots=True)
 class _Part:
-    """An order, and the first ordinal that is not of it; None: it continues."""
+    """An order, and the first ordinal after it; None: it continues."""
 
     stream: Stream
     stop: int | None = None
 
 
 class PromptOrder:
-    """See above.
+    """The order of prompts.
 
     Args:
-        loader: which nothing else reads.
+        loader: must not be read by anything else.
     """
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
         #: the orders that prompts in flight came from; the last one is current.
         self._parts = [_Part(loader.stream)]
-        #: blocks, the last used first: the first ordinal, and the place of each.
+        #: blocks, last used first: the first ordinal, and the place of each.
         self._planned: list[tuple[int, list[Place]]] = []
 
     # An ordinal
 
     def place(self, ordinal: int) -> Place:
-        """Of one that was issued."""
+        """The place of an ordinal that was issued."""
         return self.places(ordinal, 1)[0]
 
     def places(self, ordinal: int, n: int) -> list[Place]:
-        """Of at most so many ordinals from this one on; none at the end of the data."""
+        """The places of at most ``n`` ordinals from this one on; fewer at the end of the data."""
         if n <= 0:
             return []
         for at, (first, places) in enumerate(self._planned):
@@ -75,13 +75,13 @@ class PromptOrder:
         return places[ordinal - first : ordinal - first + n]
 
     def read(self, places: Sequence[Place]) -> list[Any]:
-        """Their items. Raises CorpusError: one cannot be read."""
+        """The items at places. Raises CorpusError: one cannot be read."""
         return self.loader.read([place for *_, place in places]) if places else []
 
     # Kept
 
     def to_list(self, frontier: int) -> list[dict[str, Any]]:
-        """The states of the stream from this ordinal on.
+        """The states of the stream for ordinals from this one on.
 
         Raises:
             StateError: something else has read from the loader.
@@ -99,10 +99,10 @@ class PromptOrder:
         return [self._state_at(one.stream, frontier).to_dict() for one in self._parts]
 
     def load(self, states: Sequence[StreamState], next_one: int) -> None:
-        """Go on from these; whatever is other today begins with the next ordinal.
+        """Continue from these; changes since then begin with the next ordinal.
 
         Raises:
-            StateError: they are of other prompts. Nothing is changed.
+            StateError: they are for other prompts. Nothing is changed.
         """
         before = self.loader.stream.base_state
         try:
@@ -130,10 +130,10 @@ class PromptOrder:
 
 
 def loader_of(data: Any, order: Mapping[str, Any]) -> DataLoader:
-    """What makes batches of one prompt, in this order: see `megaresume.Prompts`.
+    """A loader with one prompt per batch, in this order: see `megaresume.Prompts`.
 
     Raises:
-        UsageError: items are packed, an option is of batches, or the loader was read from.
+        UsageError: items are packed, an option is for batches, or the loader was already read from.
         ConfigError, CorpusError: as `DataLoader`.
     """
     if not isinstance(data, DataLoader):

@@ -1,20 +1,20 @@
-"""`Prompts`: the prompts of reinforcement learning, each trained exactly once, also when rollouts end out of order.
+"""`Prompts`: the prompts of reinforcement learning, each trained exactly once, even if rollouts end out of order.
 
     prompts = megaresume.Prompts(dataset, rollouts=8, max_staleness=4, ledger="run/prompts.jsonl")
-    for prompt in prompts.issue(64): ...              to whoever rolls out
+    for prompt in prompts.issue(64): ...              send to rollout workers
     if prompts.done(ordinal, ticket, rollout, version=3): ...    a rollout came back: is it wanted?
     prompts.trained(step, ordinals)                   after the optimizer's step
     checkpoint["prompts"] = prompts.state_dict()      with the weights
 
-An ordinal is the number of a sample in the order of `megaresume.DataLoader`. Four parts know of it:
+An ordinal is the number of a sample in the order of `megaresume.DataLoader`. Four parts know about it:
 
-    InFlight        what became of it: stream/in_flight.py
-    PromptOrder     which item it is: prompt_order.py
-    Tickets         which issue of it a rollout was made for, and whether this run still has the weights that made it
+    InFlight        what happened to it: stream/in_flight.py
+    PromptOrder     its item: prompt_order.py
+    Tickets         for which issue of it a rollout was made, and whether this run still has the weights that made it
     PromptLedger    the proof, a line for each state: checkpoint/records/prompt_ledger.py
 
-A prompt is handed out with a *ticket*, which comes back with its rollouts. Workers that outlive a crash hold other
-weights under the same numbers: they are to load those of the checkpoint before they are sent prompts.
+A prompt is handed out with a *ticket*, which comes back with its rollouts. Workers that survive a crash have other
+weights under the same version numbers: they must load those of the checkpoint before they are sent prompts.
 """
 
 from __future__ import annotations
@@ -44,55 +44,55 @@ FORMAT, VERSION = "megaresume.prompts", 1
 
 
 class Prompt(NamedTuple):
-    """One that is issued."""
+    """An issued prompt."""
 
-    #: its number in the run, and in every call.
+    #: its number in the run, used in every call.
     ordinal: int
-    #: of its dataset, from 0.
+    #: the epoch of its dataset, from 0.
     epoch: int
     #: its number in the dataset.
     item: int
-    #: goes with it to whoever rolls out, and back to `Prompts.done`: what it holds, and which issue of it this is.
+    #: passed to the rollout worker, and back to `Prompts.done`: identifies the content, and this issue of it.
     ticket: str
-    #: name of the dataset; ``data`` if there is one.
+    #: name of the dataset; ``data`` if there is only one.
     dataset: str
     #: ``dataset[item]``.
     content: Any
-    #: the numbers of the rollouts that are wanted: all of a new prompt, those that are missing of one issued again.
+    #: the numbers of the wanted rollouts: all for a new prompt, the missing ones for one issued again.
     rollouts: tuple[int, ...]
 
 
 class Outstanding(NamedTuple):
-    """One that was issued, and has rollouts that are not back."""
+    """A prompt that was issued, with rollouts that are not back."""
 
     ordinal: int
-    #: their numbers; and those that are back, and not trained.
+    #: the numbers of these; and of those that are back, but not trained.
     rollouts: tuple[int, ...]
     back: tuple[int, ...]
-    #: of the weights when it was issued last, and how long ago that is.
+    #: version of the weights when it was last issued, and how long ago that is.
     version: int
     seconds: float
 
 
 def digest_of(content: Any) -> str:
-    """What a prompt holds, as 16 hex digits: the same in every process, for tensors, arrays and pictures too."""
+    """The content of a prompt as 16 hex digits: the same in every process, also for tensors, arrays and pictures."""
     return f"{item_hash(content):016x}"
 
 
 class Prompts:
     """Issues prompts, and keeps account of them. Safe to use from several threads; one object for a run, in the process
-    that saves, or in a Ray actor. In a job of several ranks that is rank 0, which sends the prompts to the others;
-    for another rank, say so with a loader of its own: ``Prompts(DataLoader(dataset, 1, dp_rank=0, dp_size=1))``.
+    that saves, or in a Ray actor. In a job with several ranks that is rank 0, which sends the prompts to the others; to
+    use another rank, pass a loader: ``Prompts(DataLoader(dataset, 1, dp_rank=0, dp_size=1))``.
 
     Args:
-        data: a `DataLoader` whose items are not packed; or what makes one: a map-style dataset, or several,
+        data: a `DataLoader` whose items are not packed; or data for one: a map-style dataset, or several,
             ``{name: (dataset, weight)}``.
-        rollouts: of each prompt (GRPO's group).
-        min_rollouts: with how many rollouts a group may be trained while others are out; None: with all.
-        max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no bound.
-        on_stale: what becomes of an older one: ``requeue`` issues the prompt again, ``drop`` gives the rollout up.
-        ledger: file to which every state adds a line of what was trained and dropped since; None: no proof.
-        order: options of `DataLoader`, unless that is given: seed, max_epochs, append, on_change, blend, stages, skip.
+        rollouts: number of rollouts for each prompt (GRPO's group).
+        min_rollouts: number of rollouts with which a group may be trained while others are out; None: all.
+        max_staleness: by how many versions the weights may be newer than those that made a rollout; None: no limit.
+        on_stale: what happens to an older one: ``requeue`` issues the prompt again, ``drop`` gives up the rollout.
+        ledger: file to which every state adds a line about what was trained and dropped since; None: no proof.
+        order: options of `DataLoader`, if data is not one: seed, max_epochs, append, on_change, blend, stages, skip.
 
     Raises:
         UsageError: a number is out of range, items are packed, or this is a rank other than 0.
@@ -113,30 +113,30 @@ class Prompts:
         self._flights = InFlight(
             rollouts=rollouts, min_rollouts=min_rollouts, max_staleness=max_staleness, on_stale=on_stale
         )
-        #: whether the process's rank decides who may issue: a loader whose ranks were given says it by itself.
+        #: whether the process's rank decides who may issue; not for a loader with explicit ranks.
         self._by_process = not isinstance(data, DataLoader) or data.ranks.is_default
         _check_names(order)
         self._order = PromptOrder(loader_of(data, order))
         self._check_rank()
         self._ledger = None if ledger is None else PromptLedger(ledger)
-        #: whether `issue` may go on from here: the ledger was asked, or a state was loaded.
+        #: whether `issue` may continue: the ledger was checked, or a state was loaded.
         self.is_begun = False
-        #: others with every start, and every state that is loaded.
+        #: new for every start, and every state that is loaded.
         self._tickets = Tickets()
         self._lock = threading.RLock()
 
     # A run
 
     def issue(self, n: int) -> list[Prompt]:
-        """The next prompts: those in flight at the crash and requeued ones first, in the order of ordinals.
+        """The next prompts: first those in flight at the crash and requeued ones, in order of ordinals.
 
         Args:
-            n: how many. Fewer are returned at the end of the data (``max_epochs``), and none after it.
+            n: their number. Fewer are returned at the end of the data (``max_epochs``), and none after it.
 
         Raises:
             CorpusError: an item cannot be read.
-            StateError: the ledger has prompts that were trained, and no state was loaded.
-            UsageError: n is negative, or not a whole number.
+            StateError: the ledger has trained prompts, and no state was loaded.
+            UsageError: n is negative, or not an integer.
         """
         n = as_number("n", n)
         if n < 0:
@@ -145,8 +145,8 @@ class Prompts:
             if not self.is_begun:
                 self.begin()
             flights, tickets = self._flights, self._tickets
-            # First those that wait: they are the oldest, the frontier does not move past them, and their place in the
-            # order is before any new one.
+            # First those that wait: they are the oldest, the frontier cannot pass them, and they come before any new
+            # one in the order.
             again = flights.take_waiting(n)
             try:
                 places = [self._order.place(ordinal) for ordinal in again]
@@ -157,7 +157,7 @@ class Prompts:
             except BaseException:
                 flights.put_back(again)
                 raise
-            # Nothing fails from here on: what is marked as issued is handed out.
+            # Nothing can fail from here on: what is marked as issued is handed out.
             everything = tuple(range(flights.rollouts))
             asked = [flights.issue_again(*one) for one in zip(again, digests, strict=False)]
             new = flights.new(digests[len(again) :])
@@ -170,11 +170,11 @@ class Prompts:
             ]
 
     def begin(self, *, is_saved: bool = True) -> None:
-        """Begin with the first prompt; the first `issue` does it. See there for what is refused.
+        """Begin with the first prompt; called by the first `issue`, which documents what is refused.
 
         Args:
-            is_saved: whether there is a checkpoint that is whole. If not, what the ledger has is of a first save that
-                was killed.
+            is_saved: whether there is a complete checkpoint. If not, the content of the ledger comes from a first save
+                that was killed.
         """
         self._check_rank()  # there may be a process group by now
         if self._ledger is not None and is_saved:
@@ -196,24 +196,24 @@ class Prompts:
             )
 
     def done(self, ordinal: int, ticket: str, rollout: int = 0, *, version: int | None = None) -> bool:
-        """A rollout came back; or was kept over a crash, and is handed in again before its prompt is issued again.
+        """Take a rollout that came back; or was saved across a crash, and is passed before its prompt is issued again.
 
         Args:
-            ordinal, ticket: of its prompt, as `issue` gave them: to this start, or to one before a crash. What
-                `digest_of` makes of the prompt stands for a ticket of an earlier start.
+            ordinal, ticket: of its prompt, as returned by `issue`, in this start or in one before a crash. The result
+                of `digest_of` for the prompt can replace a ticket of an earlier start.
             rollout: its number.
-            version: of the weights that made it; None if there is no bound on that, and a resume does not go back
-                before weights that made rollouts.
+            version: of the weights that made it; None if there is no limit on that, and a resume never goes back before
+                the weights of rollouts.
 
         Returns:
-            whether it is to be trained. Not if it is there already, its prompt is trained or dropped, it is too old
-            (`counts` says which), or it was made by weights that a resume went back before: of an earlier start, by a
-            version after the last one of that start which this run goes on from. One that is too old is requeued or
-            dropped, by ``on_stale``, unless it was asked for again since.
+            whether it is to be trained. Not if it is already there, its prompt is trained or dropped, it is too old
+            (`counts` says which), or it was made by weights that a resume went back before: in an earlier start, by a
+            version after the last one of that start that this run continues from. One that is too old is requeued or
+            dropped, by ``on_stale``, unless it was requested again since.
 
         Raises:
-            StateError: it is of another prompt, or of one that was never issued.
-            UsageError: there is no such rollout; or no such weights, as `advance` was not called.
+            StateError: it is for another prompt, or for one that was never issued.
+            UsageError: no such rollout; or no such weights, as `advance` was not called.
         """
         with self._lock:
             flights = self._flights
@@ -236,33 +236,33 @@ class Prompts:
             return flights.done(flight, ordinal, rollout, version, attempt, newest)
 
     def _digest(self, ordinal: int, flight: Flight) -> str:
-        """Of a prompt that was not read since the resume."""
+        """The digest of a prompt that was not read since the resume."""
         if flight.digest is None:
             (content,) = self._order.read([self._order.place(ordinal)])
             flight.digest = digest_of(content)
         return flight.digest
 
     def drop(self, ordinal: int, reason: str, requeue: bool = False, *, rollout: int | None = None) -> None:
-        """Give a prompt up, or issue it again: filtered, failed, cancelled because others were enough.
+        """Give up a prompt, or issue it again: filtered, failed, cancelled because others were enough.
 
         Args:
             ordinal: of the prompt.
             reason: a word, for the ledger and `counts`.
-            requeue: issue it again, before any new one. What came back of it is not to be trained.
-            rollout: this one alone; None: all that are not trained.
+            requeue: issue it again, before any new one. Its rollouts that came back must not be trained.
+            rollout: only this one; None: all that are not trained.
 
         Raises:
-            StateError: it is trained or dropped already, or was never issued.
+            StateError: it is already trained or dropped, or was never issued.
             UsageError: no reason, or no such rollout.
         """
         with self._lock:
             self._flights.drop(ordinal, reason, requeue=requeue, rollout=rollout)
 
     def advance(self, version: int) -> list[tuple[int, int]]:
-        """Rollouts are made by weights of this version from now on.
+        """Set the version of the weights that make rollouts from now on.
 
         Returns:
-            (ordinal, rollout) of those that came back and are too old by now: they are not to be trained. They were
+            (ordinal, rollout) for those that came back and are now too old: they must not be trained. They were
             requeued or dropped, by ``on_stale``.
 
         Raises:
@@ -272,17 +272,17 @@ class Prompts:
             return self._flights.advance(version)
 
     def trained(self, step: int, ordinals: Sequence[PromptOrRollout]) -> None:
-        """An optimizer step has trained these prompts. Before the state of the step is taken.
+        """Note that an optimizer step has trained these prompts. Call it before the state of the step is taken.
 
         Args:
             step: its number.
-            ordinals: of prompts, with all their rollouts that came back: they are then settled, and rollouts that are
-                still out are not wanted any more. Or ``(ordinal, rollout)``, where a step trains a part of a group.
+            ordinals: of prompts, trained with all their rollouts that came back: they are then settled, and rollouts
+                still out are not wanted any more. Or ``(ordinal, rollout)``, if a step trains a part of a group.
 
         Raises:
             StateError: one has not come back, was trained or dropped before, was never issued, or is named twice.
                 Nothing is changed.
-            UsageError: an earlier step, or something that is no ordinal.
+            UsageError: an earlier step, or something that is not an ordinal.
         """
         with self._lock:
             self._flights.trained(step, ordinals)
@@ -290,7 +290,7 @@ class Prompts:
     # Kept
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, to be saved with the weights that `trained` has spoken of: plain JSON.
+        """The state, to be saved with the weights to which `trained` refers: plain JSON.
 
         Raises:
             StateError: something else has read from the loader.
@@ -315,12 +315,12 @@ class Prompts:
             return body | {"checksum": checksum(body)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave. What was in flight is issued again first.
+        """Continue from the result of `state_dict`. What was in flight is issued again first.
 
         Raises:
-            StateError: it is damaged, of other prompts, or of groups of another size that are trained in part; or the
-                ledger does not know it. Nothing is changed.
-            NewerFormatError: of a newer version.
+            StateError: it is damaged, for other prompts, or for groups of another size that are partly trained; or the
+                ledger does not have it. Nothing is changed.
+            NewerFormatError: it has a newer version.
         """
         with self._lock:
             options = self._flights
@@ -346,13 +346,14 @@ class Prompts:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since this object was made, or loaded: prompts trained; rollouts ``dropped: REASON``, ``requeued: REASON``,
-        ``repeated``, ``late``, ``superseded`` (stale, and asked for again since), ``of later weights``."""
+        """Counts since this object was created, or loaded: prompts trained; rollouts ``dropped: REASON``, ``requeued:
+        REASON``, ``repeated``, ``late``, ``superseded`` (stale, and requested again since), ``of later weights``.
+        """
         return dict(self._flights.counts)
 
     @property
     def rollouts(self) -> int:
-        """Of each prompt."""
+        """The number of rollouts for each prompt."""
         return self._flights.rollouts
 
     @property
@@ -361,7 +362,7 @@ class Prompts:
         return sorted(self._flights.open)
 
     def outstanding(self) -> list[Outstanding]:
-        """What is issued and not back, the oldest first: for timeouts, and to see who is slow."""
+        """Prompts that are issued and not back, oldest first: for timeouts, and to see who is slow."""
         with self._lock:
             now, numbers = time.monotonic(), self._flights.numbers
             found = [
@@ -378,22 +379,22 @@ class Prompts:
 
     @property
     def num_settled(self) -> int:
-        """Prompts that are settled."""
+        """The number of settled prompts."""
         return self._flights.next - len(self._flights.open)
 
     @property
     def next_ordinal(self) -> int:
-        """The first that was never issued."""
+        """The first ordinal that was never issued."""
         return self._flights.next
 
     @property
     def step(self) -> int:
-        """The last step that trained."""
+        """The last trained step."""
         return self._flights.step
 
     @property
     def version(self) -> int:
-        """Of the weights, as `advance` said."""
+        """The version of the weights, as set by `advance`."""
         return self._flights.weights_version
 
 

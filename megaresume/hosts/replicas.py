@@ -1,9 +1,9 @@
-"""States of which a checkpoint holds one for all ranks: are they alike on every rank?
+"""States that a checkpoint saves once for all ranks: are they equal on every rank?
 
-The first save compares them, and warns, since a state may differ on purpose, as a clock does:
+The first save compares them, and only warns, since a state may differ on purpose, as a clock does:
 
     scheduler, scaler, a metric     the hash of ``state_dict()``                     rank 0's is saved
-    parameters, optimizer states    shape and a few elements of each plain tensor    that of one rank is saved
+    parameters, optimizer states    shape and a few elements of each plain tensor    one rank's is saved
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from megaresume.batches.item_hash import item_hash
 from megaresume.checkpoint.ranks import gather, is_rank_0
 
-#: by name of an object and of its part.
+#: name of an object -> name of its part -> hash.
 Hashes = Mapping[str, Mapping[str, int | None]]
-#: elements of a tensor that are compared.
+#: number of elements compared per tensor.
 ELEMENTS = 16
 
 
 def hashes_of_states(objects: Mapping[str, Any]) -> Hashes:
-    """Of ``state_dict()`` of each object."""
+    """The hash of ``state_dict()`` of each object."""
     return {name: {"": _hash_of(one.state_dict)} for name, one in objects.items()}
 
 
 def hashes_of_tensors(named: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int | None]:
-    """Of the shape and up to `ELEMENTS` elements of each tensor: replicas are compared without reading all of them."""
+    """Hashes of the shape and up to `ELEMENTS` elements of each tensor, so that it need not be read whole."""
     return {name: _hash_of(partial(_glance, one)) for name, one in named}
 
 
 def warn_of_differing(hashes: Hashes, *, joins: bool = False) -> None:
-    """Name, on rank 0, the objects whose states differ. Collective.
+    """Warn on rank 0 about objects whose states differ. Collective.
 
     Args:
         hashes: of this rank.
-        joins: whether the checkpoint also holds the parts that only some ranks have, as torch.distributed.checkpoint
-            does.
+        joins: whether the checkpoint also has the parts that only some ranks have, as with
+            torch.distributed.checkpoint.
     """
     whole = gather(item_hash(hashes))
     if all(one == whole[0] for one in whole):
@@ -62,7 +62,7 @@ def warn_of_differing(hashes: Hashes, *, joins: bool = False) -> None:
 
 
 def _hash_of(state: Callable[[], Any]) -> int | None:
-    """Of what it returns; None if that cannot be compared."""
+    """The hash of its result; None if that cannot be compared."""
     try:
         return item_hash(state())
     except Exception:  # noqa: BLE001  a sharded tensor, say: it is saved all the same

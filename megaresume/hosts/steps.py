@@ -1,12 +1,12 @@
-"""`Steps`: the count of a trainer that takes its micro-batches from a `Feed` by a ``for``.
+"""`Steps`: the count of a trainer that iterates over the micro-batches of a `Feed`.
 
-Each call is one or two of the events of `Count`:
+Each call is one or two events of `Count`:
 
-    for batch in steps     take() and use(): whatever was handed out may be in the gradients
-    steps.stepped()        an optimizer step was made
-    steps.changed()        an optimizer has changed the weights, where a loop says only later that it made a step
+    for batch in steps     take() and use(): anything handed out may be in the gradients
+    steps.stepped()        an optimizer step was done
+    steps.changed()        an optimizer has changed the weights, if a loop only later says that it did a step
     steps.steps_by(...)    likewise, by name: an optimizer steps once for what was taken
-    a save                 between two steps; micro-batches that a ``for`` has left over when it ended may be out
+    a save                 between two steps; micro-batches left over by a ``for`` that ended may be out
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 from megaresume.hosts.count import Count, Why, Words
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError
 
-if TYPE_CHECKING:  # both need torch, which a launcher may be without
+if TYPE_CHECKING:  # both need torch, which a launcher may lack
     from megaresume.checkpoint.session import Session
     from megaresume.hosts.feeds import Feed
 
 
 def loop_words(*, trainer: str = "the loop", name: str = "loop", clock: str = "loop.stepped()", **other: Any) -> Words:
-    """The words of a loop that takes micro-batches by a ``for``.
+    """The words for a loop that takes micro-batches by a ``for``.
 
     Args:
         trainer: its name.
         name: of the object that it iterates over.
         clock: the call by which it reports a step.
-        other: members of `Words` that differ for this trainer.
+        other: fields of `Words` that differ for this trainer.
     """
     last = f"if {name}.ends_step" if clock == f"{name}.stepped()" else "with its last micro-batch"
     words = Words(
@@ -75,32 +75,32 @@ class Steps(Count[str]):
         words: of the trainer; None: those of a custom loop.
     """
 
-    #: told of every step that begins.
+    #: notified of every step that begins.
     session: Session
-    #: made before the last load.
+    #: number of steps done before the last load.
     loaded_step: int
-    #: told of every step that was made: its number, and the samples trained with it.
+    #: called for every step done, with its number, and the samples trained up to its end.
     on_step: Callable[[int, int], object] | None = None
     #: called once, when the next step begins.
     on_next_step: Callable[[], object] | None = None
 
     def __init__(self, feed: Feed, words: Words | None = None) -> None:
         self.feed = feed
-        #: the ``for`` that runs: only the last one may.
+        #: the current ``for``: only the last one may run.
         self._turn: object = None
         self._is_changed = False
-        #: the optimizers that have made a step since a micro-batch was handed out.
+        #: the optimizers that have stepped since a micro-batch was handed out.
         self._stepped_by: set[object] = set()
         #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
         self.last = (0, 0)
-        #: the same of every micro-batch of the step that is under way, by its ``id``.
+        #: the same for every micro-batch of the current step, by its ``id``.
         self._ranges: dict[int, tuple[int, int]] = {}
-        #: what the step has trained of them, as far as a trainer says so; kept, so that no other one gets its ``id``.
+        #: those that the step has trained, if a trainer reports it; kept alive, so that no ``id`` is reused.
         self._trained: dict[int, Any] = {}
         super().__init__(words or loop_words())
 
     def loaded(self, step: int, samples: int) -> None:
-        """See `Count`. A ``for`` that runs is over."""
+        """See `Count`. Ends a running ``for``."""
         super().loaded(step, samples)
         self.loaded_step = step
         self._turn, self._is_changed = None, False
@@ -108,7 +108,7 @@ class Steps(Count[str]):
 
     @property
     def is_resumed(self) -> bool:
-        """Whether a checkpoint was loaded, and no step was made since."""
+        """Whether a checkpoint was loaded, and no step was done since."""
         return self.step == self.loaded_step > 0
 
     def untrained(self, when: str, unseen: Iterable[str] = (), *, why: Why | None = None) -> StateError:
@@ -130,7 +130,7 @@ class Steps(Count[str]):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Around a load: if it fails, the weights may be loaded and the data is not, so nothing more is trained."""
+        """Wraps a load: if it fails, the weights may be loaded without the data, so nothing more is trained."""
         try:
             yield
         except MegaresumeError as error:
@@ -147,10 +147,11 @@ class Steps(Count[str]):
         return done
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of this rank: to the end of the epoch, or of the data.
+        """The micro-batches of this rank, to the end of the epoch or of the data.
 
         Raises:
-            StateError: one was taken and not trained, or two ``for`` run at a time. From then on always the same.
+            StateError: one was taken and not trained, or two ``for`` run at a time. The same error is raised from then
+                on.
             Stopped: the run was asked to stop, and has saved.
         """
         self.check_idle()
@@ -167,7 +168,7 @@ class Steps(Count[str]):
                     if end is not None and self.end >= end:
                         return
                     if not self.feed.has(self.end):
-                        next(batches, _END)  # there it is said what is left out
+                        next(batches, _END)  # warns about what is left out
                         return
                     self._ranges.clear()
                     self._trained.clear()
@@ -195,16 +196,17 @@ class Steps(Count[str]):
             yield from self
 
     def changed(self) -> None:
-        """An optimizer has changed the weights: the micro-batches that are out are in them, and no save may
-        follow before `stepped`."""
+        """Note that an optimizer has changed the weights: the micro-batches that are out are in them, and no save may
+        follow before `stepped`.
+        """
         if self.out:
             self._is_changed, self.used = True, len(self.out)
 
     def steps_by(self, optimizer: object) -> None:
-        """This optimizer has made a step, and does so once for the micro-batches that are out.
+        """Note that an optimizer has stepped, which it does once for the micro-batches that are out.
 
         Raises:
-            StateError: it had made one, and no micro-batch was taken since. The weights have changed.
+            StateError: it had stepped before, and no micro-batch was taken since. The weights have changed.
         """
         if not self.out:
             return
@@ -222,8 +224,9 @@ class Steps(Count[str]):
         self._stepped_by.add(optimizer)
 
     def leave(self) -> None:
-        """The ``for`` has ended: the micro-batches that it leaves of an unfinished step are in no gradient that counts.
-        A save may follow, unless the weights were `changed`."""
+        """Note that the ``for`` has ended: its micro-batches of an unfinished step are in no gradient that counts. A
+        save may follow, unless the weights were `changed`.
+        """
         self._turn = None
         if not self._is_changed:
             self.used = 0
@@ -237,11 +240,11 @@ class Steps(Count[str]):
         self.use()
 
     def trains(self, batch: Any) -> None:
-        """This micro-batch is trained now, which is not the one that was handed out last if a trainer reads a whole
-        step before.
+        """Note that this micro-batch is being trained. It is not the last one handed out if a trainer reads a whole
+        step ahead.
 
         Raises:
-            StateError: it was trained in this step already. The weights have not changed.
+            StateError: it was already trained in this step. The weights have not changed.
         """
         if id(batch) in self._trained:
             cause, action = self.words.incomplete
@@ -258,7 +261,7 @@ class Steps(Count[str]):
         self.last = self._ranges.get(id(batch), self.last)
 
     def numbers(self) -> Sequence[int]:
-        """The samples of this rank in the micro-batch that was handed out last, or `trains` now."""
+        """The samples of this rank in the micro-batch that was handed out last, or set by `trains`."""
         return self.feed.numbers(*self.last, step=self.samples)
 
     def _check_turn(self, turn: object) -> None:

@@ -1,15 +1,14 @@
-"""The tickets of prompts: which issue of it a rollout was asked for by, and whether the run still has the weights that
-made it.
+"""Tickets of prompts: for which issue of it a rollout was made, and whether the run still has the weights that made it.
 
     DIGEST-START.ATTEMPT      0f..9c-5be1a0d2.0, in a run's first start; 0f..9c-77c0f1e45be1a0d212.1 in a later one
 
-DIGEST is 16 hex digits of what the prompt holds. START is the name of the start that issued it, drawn anew by each;
-after that, in a start that resumed, the name of the start that had saved the state, and the version of its weights.
-ATTEMPT says how often this start had issued the prompt before.
+DIGEST is 16 hex digits of the prompt's content. START is the name of the start that issued it, drawn anew by each; in a
+start that resumed, it is followed by the name of the start that had saved the state, and the version of its weights.
+ATTEMPT is how often this start had issued the prompt before.
 
-A version is a number, which weights that a crash threw away and those made after the resume share. So a state names the
-starts that led to it, and the last version of each: a rollout of such a start is made by weights of this run up to that
-version. One of a start that was killed before it had saved, up to the version that it began with.
+Weights that a crash threw away and those made after the resume have the same version numbers. So a state names the
+starts that led to it, and the last version of each: a rollout of such a start was made by weights of this run up to
+that version. For a start that was killed before it had saved: up to the version that it began with.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from typing import Any
 
 from megaresume.stream.errors import as_count
 
-#: hex digits of a start's name; and how many starts a state names, the newest.
+#: hex digits of a start's name; and the most starts in a state, the newest.
 _DIGITS, _STARTS = 8, 32
 
 
 class Tickets:
-    """Those that this start issues, and what it makes of others.
+    """Issues this start's tickets, and judges others.
 
     Args:
-        reached: the last version of the weights of each start that led to the state that was loaded, the oldest first;
-            None: the state does not say, and any version up to its own counts. Empty in a run's first start.
+        reached: for each start that led to the loaded state, the last version of its weights, oldest first; None: the
+            state does not say, and any version up to its own is valid. Empty in a run's first start.
         version: of the weights of that state.
     """
 
@@ -40,13 +39,14 @@ class Tickets:
         self._is_used = False
 
     def new(self, digest: str, attempt: int) -> str:
-        """For a prompt that is issued."""
+        """A ticket for a prompt that is issued."""
         self._is_used = True
         return f"{digest}-{self._start}.{attempt}"
 
     def parsed(self, ticket: Any) -> tuple[Any, int | None, int]:
-        """The digest in a ticket; the attempt, None if another start issued it, or nobody knows; and of such a start
-        the newest version of weights that this run still has."""
+        """The digest in a ticket; the attempt, None if another start issued it, or it is unknown; and for another
+        start, the newest version of its weights that this run still has.
+        """
         if not isinstance(ticket, str):
             return ticket, None, self._version
         digest, _, issue = ticket.partition("-")
@@ -66,7 +66,7 @@ class Tickets:
         return 0  # the weights that every start begins with
 
     def to_list(self, version: int) -> list[list[Any]]:
-        """``reached`` for a state of this start, with weights of this version: [start, version] of each."""
+        """``reached`` for a state of this start, with weights of this version: a list of [start, version]."""
         found = dict(self._reached or {})
         if self._is_used or version > self._version:
             found[self._name] = version
@@ -74,5 +74,5 @@ class Tickets:
 
 
 def reached_of(value: Any) -> dict[str, int] | None:
-    """``reached`` of what `Tickets.to_list` gave; None of None. Raises ValueError, TypeError: it is something else."""
+    """``reached`` from the result of `Tickets.to_list`; None for None. Raises ValueError, TypeError otherwise."""
     return None if value is None else {str(name): as_count(version) for name, version in value}

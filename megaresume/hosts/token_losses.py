@@ -1,11 +1,11 @@
-"""The loss of each label, without a call of the user's: ``metrics="losses"``.
+"""The loss of each label, without a call by the user, for ``metrics="losses"``.
 
     `LogitLosses`   under Hugging Face's Trainer and DeepSpeed's engine, from the logits of the model
-        loss, outputs.logits       cross entropy of each label, without a gradient, a row at a time
-    `TokenLosses`   what it has in common with Megatron's, whose model gives the loss of each token by itself
-        their sum against ``loss`` at the first micro-batch: is this what the model trains on, and are labels shifted?
+        loss, outputs.logits       cross entropy of each label, without a gradient, one row at a time
+    `TokenLosses`   common with Megatron's, whose model returns the loss of each token itself
+        compares their sum with ``loss`` at the first micro-batch: is this what is trained, and are labels shifted?
 
-What is trained is left as it is: nothing of this has a gradient, and the loss is the one that the trainer had.
+The training is not affected: nothing here has a gradient, and the loss is the trainer's.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-#: how far, relatively, the loss of the trainer may be from the mean of ours: it may be rounded to bfloat16.
+#: allowed relative distance between the trainer's loss and the mean of ours: it may be rounded to bfloat16.
 NEAR = 0.02
 
-#: is given float[m, L] losses, at the places of their labels, and bool or float[m, L]: which count.
+#: gets float[m, L] losses, at the positions of their labels, and bool or float[m, L]: which are trained.
 Take = Callable[[Tensor, Tensor], object]
 
 
 class TokenLosses:
-    """The losses of every so many micro-batches, until something shows that they are not what is trained.
+    """The losses of every ``every``-th micro-batch, until it turns out that they are not what is trained.
 
     Args:
-        every: of every so many micro-batches.
-        take: is given them.
-        instead: what the user can call where they cannot be had by themselves.
+        every: take the losses of every ``every``-th micro-batch.
+        take: gets them.
+        instead: what the user can call if they are not available automatically.
     """
 
     def __init__(self, every: int, take: Take, *, instead: str) -> None:
@@ -45,19 +45,19 @@ class TokenLosses:
         self._is_over = False
 
     def wants(self) -> bool:
-        """Whether it is the turn of the micro-batch that comes."""
+        """Whether the losses of the next micro-batch are to be taken."""
         self._seen += 1
         return not self._is_over and (self._seen - 1) % self._every == 0
 
     def take(self, losses: Tensor, counts: Tensor) -> None:
-        """Pass them on; if they are not those of the samples, no more."""
+        """Pass them on; if they are not those of the samples, stop."""
         try:
             self._take(losses, counts)
         except UsageError as error:
             self.stop(error.line)
 
     def stop(self, why: str) -> None:
-        """Take no more, and say so."""
+        """Take no more losses, and log why."""
         if not self._is_over:
             self._is_over = True
             log.warning(
@@ -68,29 +68,30 @@ class TokenLosses:
 
 
 def distance(loss: float, total: float, *numbers: float) -> float:
-    """How far, relatively, a loss is from a sum that is divided by one of some numbers; those that are 0 are passed
-    over. Infinity if none is left, or something is not a number."""
+    """The relative distance between a loss and a total divided by one of some numbers, ignoring zeros. Infinity if none
+    is left, or something is NaN.
+    """
     means = [total / number for number in numbers if number]
     far = [abs(loss - mean) / max(abs(mean), 1e-6) for mean in means]
     return min((one for one in far if one == one), default=math.inf)
 
 
 class LogitLosses(TokenLosses):
-    """Computes them, if the model's loss is the cross entropy of its labels. See `TokenLosses`."""
+    """Computes losses if the model's loss is the cross entropy of its labels. See `TokenLosses`."""
 
-    #: whether a label is compared with the logits before it; None: not known yet.
+    #: whether a label is compared with the logits before it; None: unknown so far.
     _is_shifted: bool | None = None
 
     def look(self, inputs: Mapping[str, Any], loss: Any, outputs: Any, *, items: Any = None, ours: Any = None) -> None:
         """Take the losses of a micro-batch.
 
         Args:
-            inputs: of the model: ``labels``, integers[m, L], of which -100 does not count; or ``shift_labels``, which
-                transformers prefer, and do not shift.
-            loss: of the trainer.
+            inputs: of the model: ``labels``, integers[m, L], with -100 for untrained ones; or ``shift_labels``, which
+                transformers prefers, and does not shift.
+            loss: the trainer's.
             outputs: of the model.
-            items: by which the trainer divides the sum; None: by the number of labels.
-            ours: bool[], on the device: whether it is the micro-batch that it is taken to be; None: it is.
+            items: by which the trainer divides the sum; None: the number of labels.
+            ours: bool[], on the device: whether it is the expected micro-batch; None: it is.
         """
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
         labels = inputs.get("labels") if (whole := inputs.get("shift_labels")) is None else whole
@@ -110,10 +111,10 @@ class LogitLosses(TokenLosses):
         self.take(losses, counts if ours is None else counts.to(losses.device) & ours)
 
     def _find(self, labels: Tensor, logits: Tensor, loss: Tensor, items: Any, ways: Sequence[bool]) -> bool | None:
-        """Whether labels are shifted, by the loss of the model; None if it is another one. Waits for the device.
+        """Whether labels are shifted, found out by the model's loss; None if it is another loss. Waits for the device.
 
-        The losses of weights that know nothing yet are nearly the same both ways. Then the nearer one is taken, and
-        the next micro-batch looks again.
+        Untrained weights have nearly the same losses both ways. Then the nearer one is used, and the next micro-batch
+        checks again.
         """
         found, parts = float(loss.detach()), [] if items is None else [float(items)]
         far: list[tuple[float, bool]] = []
@@ -131,12 +132,12 @@ class LogitLosses(TokenLosses):
 
 
 def token_losses(logits: Tensor, labels: Tensor, *, is_shifted: bool) -> tuple[Tensor, Tensor]:
-    """The cross entropy of each label, at its own place, and which labels count: float32[m, L], bool[m, L].
+    """The cross entropy of each label, at its own position, and which labels are trained: float32[m, L], bool[m, L].
 
     Args:
         logits: float[m, L, V].
         labels: integers[m, L].
-        is_shifted: whether a label is compared with the logits of the place before it.
+        is_shifted: whether a label is compared with the logits of the position before it.
     """
     with torch.no_grad():
         counts = labels != IGNORED
@@ -145,7 +146,7 @@ def token_losses(logits: Tensor, labels: Tensor, *, is_shifted: bool) -> tuple[T
         if is_shifted:
             counts = counts.clone()
             counts[:, 0] = False
-        for row in range(len(labels)):  # a float32 copy of all logits at a time would be large
+        for row in range(len(labels)):  # a float32 copy of all logits at once would be large
             losses[row, first:] = torch.nn.functional.cross_entropy(
                 logits[row, : logits.shape[1] - first].float(),
                 labels[row, first:].to(logits.device),

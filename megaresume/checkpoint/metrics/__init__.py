@@ -19,8 +19,8 @@ many samples are trained, and plans those again. See docs/metrics.md.
 
 Four records describe the progress of a run, each for another reader:
 
-    Mark       by rank 0 at an event: a start, a save, an end. A line of run.jsonl, kept for the whole run. Goodput comes from
-               it, and the counts by source, from which the next start continues
+    Mark       by rank 0 at an event: a start, a save, an end. A line of run.jsonl, kept for the whole run. It gives
+               goodput, and the counts by source from which the next start continues
     pulse      a Mark of the current second, in pulse.json, overwritten in place. After a kill it is the last sign of
                life: the next start appends it to run.jsonl as the mark ``last``; until then, `megaresume top` reads it
     Reading    all figures at one sample, every 10 s. Every sink gets it; a line of figures.jsonl

@@ -83,8 +83,8 @@ class Store(Objects):
             files: the file, its name in the store, and its size and, if known, checksum.
             gives_way: whether to stop, called before each file and part.
 
-            Returns:
-                their checksums, 32 hex digits, in this order.
+        Returns:
+            their checksums, 32 hex digits, in this order.
 
         Raises:
             ChangedSourceError: a file differs from what was saved.

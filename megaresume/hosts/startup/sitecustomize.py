@@ -1,7 +1,7 @@
-"""In every Python process that a hooked one starts: wait for the modules of its trainer, and install the hooks then.
+"""In every Python process started by a hooked one: waits for the modules of its trainer, then installs the hooks.
 
-Python imports this by its name when it starts, because its directory comes first on PYTHONPATH. It loads one small
-file, gives the next sitecustomize on the path its turn, and is then out of the way.
+Python imports this by name when it starts, because its directory comes first in PYTHONPATH. It loads one small file,
+then runs the next sitecustomize on the path, and does nothing more.
 """
 
 import os
@@ -18,7 +18,7 @@ def _wait() -> None:
     try:
         from megaresume.hosts.importing import when_imported
     except ImportError:
-        # Where it was started from a checkout, it is on no path yet.
+        # If started from a checkout, that is on no path yet.
         sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 3)))
         from megaresume.hosts.importing import when_imported
 
@@ -32,7 +32,7 @@ def _install(installer: str, _module: object) -> None:
 
 
 def _next_sitecustomize() -> None:
-    """Run the one that this file hides, under its own name."""
+    """Run the sitecustomize that this file hides, under its own name."""
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
 
