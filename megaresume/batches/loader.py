@@ -348,7 +348,7 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
 
     def read(self, samples: Sequence[int], *, pin_memory: bool = False, levels: bool = False) -> Batch:
         """Read samples as one batch; optionally in page-locked memory, or with image levels instead of pixels."""
-        plan = self._plan(samples)
+        plan = self.plan_of(samples)
         assembler = self.assembler_of(min(samples), max(samples) + 1)
         return make_batch(
             plan,
@@ -377,14 +377,15 @@ class StreamDataset(torch.utils.data.Dataset[Batch]):
         """Micro-batches like `read` returns them, each with its own tensors, in shared memory."""
         samples = list(chain.from_iterable(micro_batches))
         return make_batches(
-            self._plan(samples),
+            self.plan_of(samples),
             self.assembler_of(min(samples), max(samples) + 1),
             samples,
             sizes=list(map(len, micro_batches)),
             fields=self._fields,
         )
 
-    def _plan(self, samples: Sequence[int]) -> Plan:
+    def plan_of(self, samples: Sequence[int]) -> Plan:
+        """What these samples hold, in this order."""
         plans: list[Plan] = []
         first, stop = samples[0], samples[-1] + 1
         if samples == list(range(first, stop)):

@@ -14,7 +14,7 @@ from megaresume.batches.open import open_stream
 from megaresume.checkpoint.records.step_file import read_step_file
 from megaresume.command_line import number_range
 from megaresume.data.layout import bin_path, idx_path, prefix_of
-from megaresume.data.spans import has_spans, spans_of
+from megaresume.data.spans import has_spans
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.trace.trace import ShardRecords, record_words
 from megaresume.stream.errors import UsageError, parse_json
@@ -22,6 +22,7 @@ from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan
 from megaresume.stream.progress import progress
 from megaresume.stream.skips import absolute
+from megaresume.stream.source import count_trained
 from megaresume.stream.state import FORMAT, StreamState
 from megaresume.stream.stream import Stream
 
@@ -180,10 +181,9 @@ def _trained(stream: Stream, plan: Plan) -> dict[int, Any]:
     for i, source in enumerate(stream.sources):
         if has_spans(source):
             mine = plan.table[:, SOURCE] == i
-            spans = spans_of(source, plan.table[mine, DOCUMENT])
-            assert spans is not None, "it had spans a moment ago"
+            segments = plan.table[mine]
             found[i] = np.zeros(len(plan.table), np.int64)
-            found[i][mine] = spans.count(plan.table[mine, OFFSET] + 1, plan.table[mine, LENGTH])
+            found[i][mine] = count_trained(source, segments[:, DOCUMENT], segments[:, OFFSET] + 1, segments[:, LENGTH])
     return found
 
 

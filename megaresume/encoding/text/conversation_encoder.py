@@ -21,6 +21,7 @@ from megaresume.encoding.text.conversations import BadRow, Conversation, RowShap
 from megaresume.encoding.text.tokenizers import HuggingFaceTokenizer
 from megaresume.encoding.text.turns import Selection, TurnFinder
 from megaresume.stream.errors import CorpusError
+from megaresume.stream.skips import Ranges
 
 #: What happens to a conversation that is too long: refused; ended after an answer; cut in the middle; left out.
 TooLong = Literal["error", "turn", "cut", "skip"]
@@ -123,7 +124,7 @@ class ConversationEncoder:
         ]
 
     def _encode_each(self, conversations: Sequence[Conversation]) -> list[EncodedConversation | BadRow]:
-        rendered: list[tuple[str, list[tuple[int, int]]] | BadRow] = []
+        rendered: list[tuple[str, Ranges] | BadRow] = []
         for conversation in conversations:
             try:
                 rendered.append(self._finder.find(conversation))

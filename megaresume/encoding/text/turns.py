@@ -26,6 +26,7 @@ from typing import Any, Literal
 from megaresume.encoding.text.chat_template import PARTS, ChatTemplate, Core, Marks, Part, TemplateRefuses
 from megaresume.encoding.text.conversations import BadRow, Conversation, Message
 from megaresume.stream.errors import UsageError
+from megaresume.stream.skips import Ranges, union
 
 Turns = Literal["all", "last"]
 #: a word that occurs in no template.
@@ -83,7 +84,7 @@ class TurnFinder:
         self._prompts: dict[str, str] = {}
         self._ends = self._end_of_answers()
 
-    def find(self, conversation: Conversation) -> tuple[str, list[tuple[int, int]]]:
+    def find(self, conversation: Conversation) -> tuple[str, Ranges]:
         """The text of a conversation, and its trained characters: runs [first, stop), in order, apart.
 
         Raises:
@@ -101,7 +102,7 @@ class TurnFinder:
             raise BadRow(
                 "is refused by the chat template", error, "roles in an order that the template knows"
             ) from error
-        trained = _union(run for turn in turns for run in self._trained(turn, conversation, text))
+        trained = union(run for turn in turns for run in self._trained(turn, conversation, text))
         if not trained:
             raise BadRow("has nothing that is trained", f"{len(text)} characters", "text in the turns that are trained")
         return text, trained
@@ -387,13 +388,3 @@ def _common(one: str, other: str) -> int:
     """The number of characters that both begin with."""
     length = min(len(one), len(other))
     return next((k for k in range(length) if one[k] != other[k]), length)
-
-
-def _union(runs: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
-    for first, stop in sorted(runs):
-        if found and first <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        elif stop > first:
-            found.append((first, stop))
-    return found

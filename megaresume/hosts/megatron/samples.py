@@ -35,14 +35,14 @@ from megaresume.batches.batch import BatchArrays, SegmentLayout
 from megaresume.batches.loader import StreamDataset
 from megaresume.batches.workers import outlive_signals
 from megaresume.data.source import Source
-from megaresume.data.spans import spans_of
 from megaresume.stream.arrays import Int64Array
 from megaresume.stream.batches import Balance
 from megaresume.stream.compiled import compiled
 from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
-from megaresume.stream.planner import Plan, concatenate
+from megaresume.stream.planner import Plan
+from megaresume.stream.source import count_trained
 from megaresume.stream.stream import Stream
 
 #: the number of each sample in the stream: int64.
@@ -206,10 +206,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
 
     def _plan(self, samples: list[int]) -> Plan:
         self._check_end(samples[-1])
-        first, stop = samples[0], samples[-1] + 1
-        if samples == list(range(first, stop)):
-            return self.stream.plan(first, stop)
-        return concatenate([self.stream.plan(sample, sample + 1) for sample in samples])
+        return self._inner.plan_of(samples)
 
     def _check_end(self, sample: int) -> None:
         """All samples of its global batch must exist: a rank that ran dry alone would leave the others waiting."""
@@ -252,9 +249,8 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         trained = np.ones(len(plan.table), np.bool_)
         for i in self._inner.assembler.masked:
             mine = np.flatnonzero(plan.table[:, SOURCE] == i)
-            spans = spans_of(self.stream.sources[i], plan.table[mine, DOCUMENT])
-            assert spans is not None, f"source {i} had spans when it was opened"
-            trained[mine] = spans.count(plan.table[mine, OFFSET], np.ones(len(mine), np.int64)) > 0
+            documents, offsets = plan.table[mine, DOCUMENT], plan.table[mine, OFFSET]
+            trained[mine] = count_trained(self.stream.sources[i], documents, offsets, np.ones_like(mine)) > 0
         return trained
 
     def _keys(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> list[Item]:
