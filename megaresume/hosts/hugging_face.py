@@ -36,7 +36,6 @@ from typing import Any, Unpack
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
-from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import on_all_ranks
@@ -63,7 +62,7 @@ from megaresume.hosts.hugging_face_epochs import Epochs
 from megaresume.hosts.hugging_face_families import check_callbacks, check_methods, restore_callbacks, undo_settings
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
-from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, write_all
+from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, undrawn, write_all
 from megaresume.stream.errors import StateError, UsageError
 
 #: the key in ``stateful_callbacks`` of trainer_state.json.
@@ -220,7 +219,7 @@ class TransformersHost(TrainerHost):
             (trainer, "_init_training_state", self._init_training_state),
             (trainer, "_run_epoch", self._run_epoch),
             (trainer, "_save_checkpoint", self._save_checkpoint),
-            (trainer, "_evaluate", self._evaluate),
+            (trainer, "_evaluate", undrawn),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),
             (trainer, "training_step", self._with_loss),
@@ -399,11 +398,6 @@ class TransformersHost(TrainerHost):
             tag=hugging_face_tag(steps.step),
             tracker=False,
         )
-
-    def _evaluate(self, evaluate: Any, *args: Any, **kwargs: Any) -> Any:
-        """Restore the generators after an evaluation, as a resume would not repeat one after a save."""
-        with kept():
-            return evaluate(*args, **kwargs)
 
     def _load_callback_state(self, load: Any) -> None:
         """Remove the data state, for which the Trainer would look for a callback; also if the Trainer restores none."""

@@ -30,7 +30,7 @@ _MARK = "__megaresume__"
 _MOST_WRAPPERS = 200
 
 #: Modules that cannot contain a function of Megatron: most modules; and some act when looked at.
-STRANGERS = frozenset(sys.stdlib_module_names) | {
+_STRANGERS = frozenset(sys.stdlib_module_names) | {
     *("torch", "numpy", "triton", "deepspeed", "megaresume"),
     *("boto3", "botocore", "mpmath", "networkx", "numba", "sympy", "tensorboard"),  # a thousand modules
 }
@@ -175,13 +175,17 @@ def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> boo
         return True
 
 
-def _rebind(old: Any, new: Any) -> None:
-    """Replace the object in modules that did ``from … import name`` earlier."""
+def names_of_modules() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The modules that may hold a function of a trainer: each with its name, and the names in it."""
     for name, module in list(sys.modules.items()):
         # By its type: cffi's library objects claim to be modules, but have no names.
-        if name.partition(".")[0] in STRANGERS or not issubclass(type(module), ModuleType):
-            continue
-        names = object.__getattribute__(module, "__dict__")  # without triggering lazy modules
+        if name.partition(".")[0] not in _STRANGERS and issubclass(type(module), ModuleType):
+            yield name, object.__getattribute__(module, "__dict__")  # without triggering lazy modules
+
+
+def _rebind(old: Any, new: Any) -> None:
+    """Replace the object in modules that did ``from … import name`` earlier."""
+    for _, names in names_of_modules():
         for key in [key for key, value in list(names.items()) if value is old]:
             names[key] = new
 

@@ -1,7 +1,7 @@
 """Lightning's Trainer, as needed by its host.
 
 check_trainer, check_fit, check_kind    refuse settings that would change the data, or are not known to work
-Batches                                 what it reads from
+CountedBatches                          what it reads from
 callback_of                             reports its steps
 exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint, which
                                         they outlive

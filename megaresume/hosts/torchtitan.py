@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
-from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.ranks import is_rank_0
@@ -37,7 +36,7 @@ from megaresume.hosts.attach import check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, StreamFeed, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.steps import Steps, loop_words
-from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, merge_trainer_settings, write_all
+from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, merge_trainer_settings, undrawn, write_all
 
 #: torchtitan's name of what a dataloader puts into a checkpoint, and its IGNORE_INDEX.
 DATALOADER, IGNORE = "dataloader", -100
@@ -205,7 +204,7 @@ class TitanHost(TrainerHost):
         manager, validator = self.manager, getattr(self.trainer, "validator", None)
         found: list[Hook] = [(self.trainer, "train", self._train), (manager, "load", self._load)]
         found.append((manager, "save", self._save))
-        return found if validator is None else [*found, (validator, "validate", _keeping)]
+        return found if validator is None else [*found, (validator, "validate", undrawn)]
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
         """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
@@ -281,9 +280,3 @@ def _of_stream(batch: Any, *, positions: bool) -> tuple[dict[str, Any], Any]:
     """A batch of a `StreamLoader`: labels that are not to be trained are torchtitan's IGNORE_INDEX."""
     inputs = {"input": batch["tokens"]} | ({"positions": batch["position_ids"]} if positions else {})
     return inputs, batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORE)
-
-
-def _keeping(validate: Any, *args: Any, **kwargs: Any) -> Any:
-    """Between a save and the next step: a resume would not do it again."""
-    with kept():
-        return validate(*args, **kwargs)

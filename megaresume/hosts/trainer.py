@@ -26,6 +26,7 @@ import torch
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.chooser import Pick
 from megaresume.checkpoint.file_errors import writing
+from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Host, Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.random_state import RandomState
@@ -390,6 +391,13 @@ def open_session(
     if session.stopper is not None:
         session.stopper.install()
     return session
+
+
+def undrawn(evaluate: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Hooked on an evaluation: it draws nothing from the generators of the training, also between a save and the next
+    step, since a resume would not do it again."""
+    with kept():
+        return evaluate(*args, **kwargs)
 
 
 # What settings are refused

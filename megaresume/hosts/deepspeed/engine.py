@@ -212,6 +212,16 @@ def checked(engine: Any, save_id: str | None) -> contextlib.AbstractContextManag
 
 
 @contextlib.contextmanager
+def _wrapped(function: Callable[..., Any], *places: tuple[Any, str]) -> Iterator[None]:
+    """Within it, these methods, by owner and name, go through a function, which is given the method before its
+    arguments."""
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(replaced(owner, **{name: functools.partial(function, getattr(owner, name))}))
+        yield
+
+
+@contextlib.contextmanager
 def failing_late(engine: Any) -> Iterator[list[Exception]]:
     """Within it, ``save_checkpoint`` does not raise on a rank that cannot write a file: it would leave the others in
     the collectives that follow. It writes nothing more, and what was raised is in the list that is given."""
@@ -225,14 +235,8 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
                 errors.append(error)
         return None
 
-    places = (
-        (engine.checkpoint_engine, "save"),
-        (engine.checkpoint_engine, "makedirs"),
-        (engine, "_copy_recovery_script"),
-    )
-    with contextlib.ExitStack() as hooks:
-        for owner, name in places:
-            hooks.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
+    files = engine.checkpoint_engine
+    with _wrapped(late, (files, "save"), (files, "makedirs"), (engine, "_copy_recovery_script")):
         yield errors
 
 
@@ -245,8 +249,7 @@ def raising_last(engine: Any, *writers: tuple[Any, str]) -> Iterator[None]:
         engine: which writes, see `failing_late`; None: another backend.
         writers: other methods, by owner and name, that write files of this rank before a collective.
     """
-    with contextlib.ExitStack() as stack:
-        errors: list[Exception] = [] if engine is None else stack.enter_context(failing_late(engine))
+    with contextlib.nullcontext(list[Exception]()) if engine is None else failing_late(engine) as errors:
 
         def late(write: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             try:
@@ -254,9 +257,8 @@ def raising_last(engine: Any, *writers: tuple[Any, str]) -> Iterator[None]:
             except Exception as error:  # noqa: BLE001  raised at the end
                 errors.append(error)
 
-        for owner, name in writers:
-            stack.enter_context(replaced(owner, **{name: functools.partial(late, getattr(owner, name))}))
-        yield
+        with _wrapped(late, *writers):
+            yield
     if errors:
         raise errors[0]
 
@@ -276,10 +278,7 @@ def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
         (engine.optimizer, "checkpoint_event_epilogue"),  # ZeRO 3: gathers small parameters
         (engine.optimizer, "update_lp_params"),  # ZeRO 1 and 2, universal: gathers weights
     )
-    with contextlib.ExitStack() as hooks:
-        for owner, name in places:
-            if hasattr(owner, name):
-                hooks.enter_context(replaced(owner, **{name: functools.partial(after, getattr(owner, name))}))
+    with _wrapped(after, *(place for place in places if hasattr(*place))):
         yield
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from megaresume.checkpoint.ranks import known_to_all
 from megaresume.checkpoint.records.names import TRACKER
-from megaresume.hosts.importing import STRANGERS, reaches, wrap
+from megaresume.hosts.importing import names_of_modules, reaches, wrap
 from megaresume.hosts.megatron.load_rules import BEGIN_ANEW
 from megaresume.hosts.megatron.project import Kind, Project, current_project, package_name
 from megaresume.stream.errors import MegaresumeError, SetupError
@@ -442,10 +442,10 @@ def _others() -> str:
     ours, factory = seam_name(ITERATORS), Factory(ITERATORS)
     home, _, same = ours.rpartition(".")
     found: list[tuple[bool, str]] = []
-    for name, module in list(sys.modules.items()):
-        if name == home or name.partition(".")[0] in STRANGERS or not issubclass(type(module), ModuleType):
+    for name, names in names_of_modules():
+        if name == home:
             continue
-        for key, value in list(object.__getattribute__(module, "__dict__").items()):  # no lazy module is woken
+        for key, value in list(names.items()):
             is_its_own = isinstance(value, FunctionType) and value.__module__ == name
             if is_its_own and any(words in key for words in _BUILDERS) and not reaches(value, factory):
                 found.append((key != same, f"{name}.{key}"))
