@@ -9,6 +9,7 @@ branch (`abandoned_checkpoints`), and those made again with other data, are left
 from __future__ import annotations
 
 import itertools
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -373,7 +374,10 @@ class StepMap:
         self._contradiction: MegaresumeError | None = None
         self._offset = 0
         if self.schedule is not None:
-            self._runs = _runs(self.schedule)
+            steps = 0
+            for sample, size, number in self.schedule.runs(sys.maxsize):
+                self._runs.append((sample, steps, size))
+                steps += number
             self._set_offset()
 
     def _set_offset(self) -> None:
@@ -462,15 +466,3 @@ class StepMap:
             return None
         step = span.step + (sample - span.step_sample) // span.batch_size
         return step if step > 0 else None
-
-
-def _runs(schedule: BatchSchedule) -> list[tuple[int, int, int]]:
-    runs, steps, position = [], 0, 0
-    ends = [*(first for first, _ in schedule.segments[1:]), None]
-    for (_, size), end in zip(schedule.segments, ends, strict=True):
-        num = 1 if end is None else max(-(-(end - position) // size), 0)
-        if num:
-            runs.append((position, steps, size))
-        if end is not None:
-            steps, position = steps + num, position + num * size
-    return runs

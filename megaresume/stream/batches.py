@@ -140,17 +140,17 @@ class BatchSchedule:
 
     def step_of(self, sample: int) -> tuple[int, int]:
         """[first, stop) samples of the step that trains ``sample``."""
-        begin, size, _ = [run for run in self._runs(sample + 1) if run[2]][-1]
+        *_, (begin, size, _) = self.runs(sample + 1)
         first = begin + (sample - begin) // size * size
         return first, first + size
 
-    def _runs(self, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(first sample, size, number) of the steps that begin before ``stop``, by segment."""
+    def runs(self, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(first sample, size, number) of the steps that begin before ``stop``, by segment; none where there are no."""
         begin = 0
         for (_, size), end in zip(self.segments, [*(f for f, _ in self.segments[1:]), stop], strict=True):
-            num = max(-(-(min(end, stop) - begin) // size), 0)
-            yield begin, size, num
-            begin += num * size
+            if (num := -(-(min(end, stop) - begin) // size)) > 0:
+                yield begin, size, num
+                begin += num * size
 
     def steps_before(self, sample: int) -> int:
         """Steps that end at or before ``sample``, counted from sample 0.
@@ -158,7 +158,7 @@ class BatchSchedule:
         Raises:
             StateError: ``sample`` is not the end of a step.
         """
-        runs = list(self._runs(sample))
+        runs = list(self.runs(sample))
         position = sum(size * num for _, size, num in runs)
         if position != sample:
             raise StateError(

@@ -31,6 +31,7 @@ from megaresume.checkpoint.records.ledger import append_lines
 from megaresume.checkpoint.records.sealed import SealError, seal, unseal
 from megaresume.files import READABLE, read_file
 from megaresume.stream.errors import StateError, UsageError, as_count
+from megaresume.stream.skips import union
 from megaresume.stream.state import is_version
 
 FORMAT, VERSION = "megaresume.prompts", 1
@@ -72,13 +73,7 @@ class PromptLine:
 
 def to_text(ordinals: Iterable[int]) -> str:
     """Ordinals as ranges: ``0:16 18``."""
-    ranges: list[tuple[int, int]] = []
-    for ordinal in sorted(ordinals):
-        if ranges and ordinal == ranges[-1][1]:
-            ranges[-1] = ranges[-1][0], ordinal + 1
-        else:
-            ranges.append((ordinal, ordinal + 1))
-    return _ranges_text(ranges)
+    return _ranges_text(union((ordinal, ordinal + 1) for ordinal in ordinals))
 
 
 def _ranges_text(ranges: Iterable[tuple[int, int]]) -> str:

@@ -30,6 +30,7 @@ from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop
 from megaresume.command_line import need_packages
 from megaresume.render import COLOURS, html_table, page, svg
 from megaresume.stream.errors import UsageError
+from megaresume.stream.skips import union
 
 if TYPE_CHECKING:
     from megaresume.stream.stream import Stream
@@ -360,13 +361,9 @@ def _starts(facts: Facts) -> list[tuple[str, ...]]:
 
 def _ranges(steps: Sequence[int]) -> str:
     """Numbers as ranges, in words: ``3: 7 to 9``."""
-    runs: list[list[int]] = []
-    for step in sorted(steps):
-        if runs and runs[-1][1] + 1 == step:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    return f"{len(steps)}: " + ", ".join(f"{a} to {b}" if a != b else f"{a}" for a, b in runs) if runs else "none"
+    runs = union((step, step + 1) for step in steps)
+    words = [f"{first}" if stop == first + 1 else f"{first} to {stop - 1}" for first, stop in runs]
+    return f"{len(steps)}: {', '.join(words)}" if words else "none"
 
 
 def _done_again(facts: Facts) -> set[tuple[int, int]]:

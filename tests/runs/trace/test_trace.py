@@ -12,7 +12,6 @@ import pytest
 from megaresume.checkpoint.records.names import deepspeed_tag, megatron_tag
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.directory import Run
-from megaresume.runs.history import _runs
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import CheckpointError, CorpusError, StateError, StreamExhausted, UsageError
@@ -99,10 +98,11 @@ def test_steps_of_batch_sizes_that_change_anywhere(segments: list[tuple[int, int
     """A step that has begun keeps its size."""
     schedule = BatchSchedule(tuple(segments))
     begins = [schedule.after(0, n) for n in range(30)]
-    for first, before, size in _runs(schedule):
-        assert begins[before] == first and schedule.after(first, 1) == first + size
-    last, before, size = _runs(schedule)[-1]
-    assert begins[before:] == [last + k * size for k in range(30 - before)]
+    before = 0
+    for first, size, number in schedule.runs(begins[-1] + 1):
+        assert begins[before : before + number] == [first + k * size for k in range(number)]
+        before += number
+    assert before == len(begins)
 
 
 def test_what_is_declared_is_traced_ahead(toy: ToyRun) -> None:
