@@ -19,9 +19,10 @@ import resource
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import FileIO
 from pathlib import Path
+from typing import BinaryIO
 
 from megaresume.stream.errors import CheckpointError
 
@@ -198,26 +199,46 @@ def write_atomic(path: Path, data: bytes, *, sync_dir: bool = True, drafts: Path
         path: the file.
         data: its new content.
         sync_dir: False if another write into the same directory follows at once with its own fsync.
-        drafts: directory for the temporary file, on the same filesystem; None: beside the file.
+        drafts: see `written_atomically`.
 
     Raises:
         CheckpointError: disk full, read-only, no permission, ...; the old content is preserved.
     """
-    temporary = (drafts or path.parent) / leftover_name(path.name)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(descriptor, data)
-            fsync_file(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(temporary, path)
+        with written_atomically(path, drafts=drafts) as file:
+            write_all(file.fileno(), data)
         if sync_dir:
             fsync_dir(path.parent)
     except OSError as error:
+        raise write_error(path, error) from error
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path, *, sync: bool = True, drafts: Path | None = None) -> Iterator[BinaryIO]:
+    """A temporary file to write to, which replaces ``path`` at the end: a reader sees the old file or the new one.
+
+    If the block raises, the temporary file is gone, and so it is if it cannot be written.
+
+    Args:
+        path: the file.
+        sync: force the content to the disk before that; False for what a reader checks, and makes again.
+        drafts: where the temporary file goes, on the same filesystem; None: beside the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    temporary = (drafts or path.parent) / leftover_name(path.name)
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            yield file
+            file.flush()
+            if sync:
+                fsync_file(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise write_error(path, error) from error
+        raise
 
 
 def leftover_name(name: str) -> str:

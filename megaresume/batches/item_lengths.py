@@ -21,7 +21,7 @@ import torch.utils.data
 import xxhash
 
 from megaresume.batches.items import Measure, generators_kept, items_hash, reading_item, token_count, uncounted
-from megaresume.data.sidecar import written_atomically
+from megaresume.files import written_atomically
 from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import UsageError
 from megaresume.stream.progress import progress

@@ -39,7 +39,6 @@ import errno
 import json
 import mmap
 import os
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from io import FileIO
@@ -51,7 +50,7 @@ import xxhash
 
 from megaresume.data.layout import idx_path
 from megaresume.data.spans import spans_path
-from megaresume.files import open_file, read_file
+from megaresume.files import open_file, read_file, written_atomically
 from megaresume.stream.errors import CorpusError, SetupError, parse_json
 from megaresume.stream.progress import progress
 from megaresume.stream.source import STRIDE, LengthSource, LongDocuments, find_long
@@ -160,32 +159,9 @@ def cache_directory() -> Path | None:
 
 
 def write_json_atomically(path: Path, data: object) -> None:
-    """Write by temporary file, fsync and rename: a reader sees the old file or the new one, never a part.
-
-    Raises:
-        OSError: it cannot be written; the temporary file is gone.
-    """
+    """Replace a file, see `written_atomically`. Raises OSError."""
     with written_atomically(path) as file:
         file.write(f"{json.dumps(data, indent=1)}\n".encode())
-
-
-@contextlib.contextmanager
-def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file to write to, which replaces `path` at the end; see `write_json_atomically`.
-
-    If the block raises, or the file cannot be written (OSError), the temporary file is removed.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
 
 
 FORMAT = "megaresume.corpus"

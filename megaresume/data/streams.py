@@ -27,7 +27,8 @@ import xxhash
 
 from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, RemoteReader, find_inputs
 from megaresume.data.row_lines import ArrayLines, ArrowLines, CsvLines, ParquetLines, csv_errors, parquet_errors
-from megaresume.data.sidecar import cache_directory, written_atomically
+from megaresume.data.sidecar import cache_directory
+from megaresume.files import written_atomically
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
 from megaresume.stream.progress import progress
 

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megaresume.checkpoint.system import dead_locks, is_shared, mount_of, remedy
+from megaresume.files import leftover_name
 from megaresume.render import spell_bytes
 from megaresume.runs.answer import Check, Status
 
@@ -282,7 +283,7 @@ def sync_check(kind: str, options: str, directory: Path) -> Check:
 
 def _locks(directory: Path) -> Check:
     # Named like our temporary files: if this process is killed, the next start removes it.
-    path = directory / f".doctor.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp"
+    path = directory / leftover_name("doctor")
     try:
         with open(path, "x") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -36,11 +36,10 @@ from megaresume.data.prepare.work import WorkDirectory, disk_error
 from megaresume.data.record_index import IndexWriter, ShardIndex
 from megaresume.data.shard_files import MAX_RECORD_BYTES, BlockFile, Place, ShardFiles
 from megaresume.data.shard_source import UNMEASURED
-from megaresume.data.sidecar import written_atomically
 from megaresume.data.tar import RecordExtent, content_hash, parse_record, walk
 from megaresume.encoding.images.document import Measure
 from megaresume.encoding.images.encoder import ImageTextEncoder
-from megaresume.files import fsync_dir
+from megaresume.files import fsync_dir, written_atomically
 from megaresume.stream.errors import CorpusError, listed
 
 #: What happens to a record that cannot be measured: stop; one masked token; length 0.

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ import numpy.typing as npt
 import xxhash
 
 from megaresume.data.sidecar import write_json_atomically
+from megaresume.files import written_atomically
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
 
 T = TypeVar("T")
@@ -126,17 +127,10 @@ class WorkDirectory:
         said["hash"] = _hash(said, bodies)
         path = self.path(name)
         path.parent.mkdir(exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        try:
-            with open(temporary, "wb") as file:
-                file.write(json.dumps(said).encode() + b"\n")
-                for body in bodies:
-                    file.write(body)
-            os.replace(temporary, path)
-        except OSError:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with written_atomically(path, sync=False) as file:
+            file.write(json.dumps(said).encode() + b"\n")
+            for body in bodies:
+                file.write(body)
 
     def find(self, name: str) -> dict[str, Any] | None:
         """The head of a part, if it is finished; a damaged one is removed."""

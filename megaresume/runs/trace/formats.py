@@ -18,7 +18,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from megaresume.files import written_atomically
 from megaresume.runs.history import UNKNOWN
 from megaresume.runs.trace.trace import ABSOLUTE, RECORD_COLUMNS, SAMPLE_COLUMNS, SEGMENT_COLUMNS, TracePiece
 from megaresume.stream.compiled import compiled
@@ -314,31 +314,26 @@ def write_parquet(path: Path, pieces: Iterable[TracePiece]) -> int:
         CheckpointError: the file cannot be written.
     """
     pyarrow = require_pyarrow()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     writer, waiting, rows = None, [], 0
     try:
-        try:
+        with written_atomically(path) as file:
             for piece in pieces:
                 table = _table(pyarrow, piece)
                 rows += table.num_rows
                 if writer is None:
-                    writer = pyarrow.parquet.ParquetWriter(temporary, table.schema, compression="zstd")
+                    writer = pyarrow.parquet.ParquetWriter(file, table.schema, compression="zstd")
                 waiting.append(table)
                 if sum(t.num_rows for t in waiting) >= ROW_GROUP:
                     writer.write_table(pyarrow.concat_tables(waiting))
                     waiting = []
-            if writer is not None and waiting:
-                writer.write_table(pyarrow.concat_tables(waiting))
-        finally:
             if writer is not None:
+                if waiting:
+                    writer.write_table(pyarrow.concat_tables(waiting))
                 writer.close()
-        os.replace(temporary, path)
     except OSError as error:
         raise CheckpointError(
             f"cannot write {path}", found=error.strerror or str(error), action="check the directory and its free space"
         ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
     return rows
 
 

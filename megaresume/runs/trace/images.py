@@ -24,6 +24,7 @@ from typing import IO, Any
 
 from megaresume.data.source import DocumentSource, is_document_source
 from megaresume.encoding.images.document import Key
+from megaresume.files import leftover_name
 from megaresume.render import escape, page_head
 from megaresume.runs.answer import Answer
 from megaresume.runs.trace.documents import Shown, of_stage, show
@@ -131,7 +132,7 @@ def write_images(
     done = ImagesWritten(directory=directory, first=first, stop=stop)
     directory = directory.resolve()
     check_directory(directory)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    temporary = directory.with_name(leftover_name(directory.name))
     try:
         temporary.mkdir(parents=True)
         with (

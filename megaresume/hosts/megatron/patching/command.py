@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megaresume.files import fsync_dir, fsync_file
+from megaresume.files import fsync_dir, fsync_file, leftover_name
 from megaresume.hosts.megatron.patching import PatchError
 from megaresume.render import write_bytes
 from megaresume.stream.errors import SetupError, UsageError
@@ -209,7 +209,7 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
     """
     info = os.lstat(path)
     _refuse_special_files(path, info)
-    temporary = path.with_name(f".{path.name}.megaresume-{os.getpid()}-{os.urandom(4).hex()}.tmp")
+    temporary = path.with_name(leftover_name(path.name))
     try:
         shutil.copy2(path, temporary)
         with contextlib.suppress(PermissionError):  # of another group of this user's: it becomes the default one
