@@ -94,9 +94,7 @@ def tidy(root: Path, choice: Choice | None = None) -> None:
     _settle(root, choice)
 
 
-def record_end(
-    save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology
-) -> LedgerEntry:
+def record_end(save_dir: str | os.PathLike[str], *, iteration: int, state: DataState, topology: Topology) -> None:
     """Record that nothing is left to train. On rank 0, after the last save.
 
     Args:
@@ -105,14 +103,11 @@ def record_end(
         state: of the data at the end.
         topology: the layout of the run.
 
-    Returns:
-        the line that was appended.
-
     Raises:
         CheckpointError: the directory cannot be written.
         StateError: its ledger cannot be read.
     """
-    return _append(Path(os.path.abspath(save_dir)), "finished", iteration, None, state, topology, {})
+    _append(Path(os.path.abspath(save_dir)), "finished", iteration, None, state, topology, {})
 
 
 def record_membership(
@@ -122,7 +117,7 @@ def record_membership(
     state: DataState,
     topology: Topology,
     details: Mapping[str, Any],
-) -> LedgerEntry:
+) -> None:
     """Record who trains together from this step on. By one process, after the step was done; it need not own the
     directory.
 
@@ -133,16 +128,13 @@ def record_membership(
         topology: their layout.
         details: who they are; plain JSON.
 
-    Returns:
-        the line that was appended.
-
     Raises:
         CheckpointError: the directory cannot be written.
         StateError: its ledger cannot be read.
     """
     root = Path(os.path.abspath(save_dir))
     make_dir(records_dir(root))
-    return _append(root, "membership", iteration, None, state, topology, details)
+    _append(root, "membership", iteration, None, state, topology, details)
 
 
 def _append(

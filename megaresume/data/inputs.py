@@ -7,7 +7,6 @@ dataset. Shards: braces, wildcards, Energon directories, URLs.
 from __future__ import annotations
 
 import glob
-import io
 import json
 import os
 from collections import Counter, deque
@@ -15,10 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Literal, Protocol
+from typing import Literal
 
 from megaresume.data.record_index import SUFFIX
 from megaresume.data.remote import INSTALL, RemoteStore, is_url
+from megaresume.data.shard_files import ShardFiles
 from megaresume.stream.errors import CorpusError, UsageError, require
 
 #: json: one array of rows; csv: rows under a header.
@@ -42,22 +42,6 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 TABLES = (".parquet", ".arrow")
 
 
-class RemoteReader(Protocol):
-    """Reads object stores: `megaresume.data.shard_files.ShardFiles`."""
-
-    def identity(self, path: str) -> str:
-        """An identity that changes when the file is written again: its bytes, a colon, the store's stamp."""
-        ...
-
-    def check_ranges(self, path: str, size: int) -> None:
-        """Refuse a server that sends whole files when asked for a range."""
-        ...
-
-    def scan(self, path: str, size: int) -> io.RawIOBase:
-        """The file, opened for reading."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputFile:
     """One file of the input."""
@@ -70,7 +54,7 @@ class InputFile:
     #: if it is on an object store: the URL, an identity that changes when it is written again, and its reader.
     url: str | None = None
     identity: str = ""
-    store: RemoteReader | None = field(default=None, compare=False, repr=False)
+    store: ShardFiles | None = field(default=None, compare=False, repr=False)
     #: the key of the text or the messages in its rows, if it is an unusual one.
     key: str | None = field(default=None, compare=False)
     #: device and inode of a local file.
@@ -106,7 +90,7 @@ def find_inputs(
     *,
     glob: str = "**/*",
     format: Format | None = None,
-    store: RemoteReader | None = None,
+    store: ShardFiles | None = None,
     repeats: bool = False,
 ) -> Inputs:
     """Files in the order given; within a directory, the files that match, sorted by path.
@@ -199,7 +183,7 @@ def _check_once(inputs: Sequence[InputFile]) -> None:
         )
 
 
-def _remote(url: str, format: Format, store: RemoteReader) -> InputFile:
+def _remote(url: str, format: Format, store: ShardFiles) -> InputFile:
     """A file in an object store.
 
     Raises:

@@ -55,12 +55,13 @@ class ShardFiles:
     """Reads ranges of shards. Safe to share between threads, to fork and to pickle: descriptors are reopened.
 
     Args:
-        max_open: local files kept open; the least recently read is closed first.
         cache: for reads from stores; None for no caching.
     """
 
-    def __init__(self, max_open: int = MAX_OPEN, cache: DiskCache | None = None) -> None:
-        self.max_open = max_open
+    #: local files kept open; the least recently read is closed first.
+    max_open = MAX_OPEN
+
+    def __init__(self, cache: DiskCache | None = None) -> None:
         self.cache = cache
         #: has bytes that were read before they are needed, if a loader reads ahead.
         self.ahead: ReadBefore | None = None
@@ -73,7 +74,7 @@ class ShardFiles:
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (ShardFiles, (self.max_open, self.cache))
+        return (ShardFiles, (self.cache,))
 
     @property
     def num_open(self) -> int:

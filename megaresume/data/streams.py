@@ -25,8 +25,9 @@ from typing import IO, Any
 
 import xxhash
 
-from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, RemoteReader, find_inputs
+from megaresume.data.inputs import COMPRESSIONS, TABLES, Format, InputFile, find_inputs
 from megaresume.data.row_lines import ArrayLines, ArrowLines, CsvLines, ParquetLines, csv_errors, parquet_errors
+from megaresume.data.shard_files import ShardFiles
 from megaresume.data.sidecar import cache_directory
 from megaresume.files import written_atomically
 from megaresume.stream.errors import CorpusError, MegaresumeError, SetupError, UsageError, require
@@ -149,7 +150,7 @@ class InputStream:
             raise _unreadable(self.file, error) if error.errno else _damaged(self.file, error) from error
 
 
-def unpacked(path: str, files: RemoteReader, *, format: Format = "jsonl", size: int = 0) -> str:
+def unpacked(path: str, files: ShardFiles, *, format: Format = "jsonl", size: int = 0) -> str:
     """The path of a file's decompressed copy in the cache directory; the first process that asks makes it.
 
     Args:

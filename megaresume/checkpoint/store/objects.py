@@ -209,18 +209,15 @@ class Objects:
                 files = self._remote.opened()
                 files.rm_file(self._url(name), **patience(files))
 
-    def abort_uploads(self, names: re.Pattern[str]) -> int:
+    def abort_uploads(self, names: re.Pattern[str]) -> None:
         """Abort unfinished uploads in parts: those of a killed process take space.
 
         Args:
             names: of the objects. Another run, or a user's program, may upload to a folder below this one.
-
-        Returns:
-            their number; 0 also if the store does not tell.
         """
         if not self._is_s3:
-            return 0
-        prefix, count, more = f"{self._prefix}/" if self._prefix else "", 0, dict[str, Any]()
+            return
+        prefix, more = f"{self._prefix}/" if self._prefix else "", dict[str, Any]()
         with contextlib.suppress(SetupError, CorpusError):
             while True:
                 page = self._tried(
@@ -229,14 +226,11 @@ class Objects:
                     lambda: self._s3("list_multipart_uploads", Prefix=prefix, **more),  # noqa: B023
                 )
                 for one in page.get("Uploads", ()):
-                    if not names.fullmatch(one["Key"].removeprefix(prefix)):
-                        continue
-                    self._abort(one["Key"], one["UploadId"])
-                    count += 1
+                    if names.fullmatch(one["Key"].removeprefix(prefix)):
+                        self._abort(one["Key"], one["UploadId"])
                 if not page.get("IsTruncated"):
                     break
                 more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-        return count
 
     def _abort(self, key: str, upload: str) -> None:
         with contextlib.suppress(Exception):  # the next start retries, and a rule of the bucket can do it

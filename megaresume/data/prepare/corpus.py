@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from megaresume.data.documents import EncoderSpec, TextOptions, TextUnit, library_versions, unit_of
-from megaresume.data.inputs import COMPRESSIONS, Format, InputFile, RemoteReader, find_inputs
+from megaresume.data.inputs import COMPRESSIONS, Format, InputFile, find_inputs
 from megaresume.data.layout import DTYPES, bin_path, idx_path, prefix_of
 from megaresume.data.prepare.blocks import block_bytes, check_part, cut
 from megaresume.data.prepare.chat import ChatOptions, with_conversations
 from megaresume.data.prepare.encode import SHOWN, Encoder, Part, PartFiles, make_parts, merge_parts
 from megaresume.data.prepare.work import check_workers, disk_error
 from megaresume.data.record_index import places_path
+from megaresume.data.shard_files import ShardFiles
 from megaresume.data.sidecar import sidecar_path
 from megaresume.data.spans import spans_path
 from megaresume.data.streams import of_content
@@ -75,7 +76,7 @@ class PrepareOptions:
     #: read a file twice if it is given twice, instead of refusing it.
     repeat_inputs: bool = False
     #: reads inputs that are URLs.
-    store: RemoteReader | None = None
+    store: ShardFiles | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
