@@ -19,12 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from megaresume.data import sidecar
 from megaresume.data.layout import HEADER_BYTES, IndexHeader, idx_path, prefix_of
 from megaresume.data.sidecar import CorpusIdentity, FileIdentity, changed, map_file
-from megaresume.data.source import PLACES, BaseSource, contents_hash
+from megaresume.data.source import PLACES, BaseSource, contents_hash, scan_fingerprint
 from megaresume.data.spans import SpanFile, Spans, check_is_prepared, check_needs_none, spans_path
 from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import CorpusError
@@ -32,8 +31,6 @@ from megaresume.stream.progress import progress
 from megaresume.stream.source import LongDocuments
 from megaresume.stream.state import Fingerprint
 
-#: documents whose lengths are hashed at once: 8 MB.
-SCAN_CHUNK = 1 << 20
 #: documents read at a time.
 AT_ONCE = 16
 REBUILD = "copy the corpus again or rebuild it: megaresume prepare"
@@ -298,19 +295,17 @@ class IndexedDocuments(BaseSource):
 
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"documents {start} to {stop} of {len(self)}")
-        hasher, tokens = xxhash.xxh3_128(), 0
         width, end = self.dtype.itemsize, self._token_bytes
-        buffer = np.empty(min(SCAN_CHUNK, max(stop - start, 1)), "<i8")
-        with self._read_through(), progress(f"fingerprint of {self.prefix.name}", stop - start, "documents") as bar:
-            for first in range(start, stop, SCAN_CHUNK):
-                chunk = buffer[: min(SCAN_CHUNK, stop - first)]
-                bad = scan_documents(first, self._boundaries, self._lengths, self._pointers, width, end, chunk)
-                if bad >= 0:
-                    raise self._bad_document(bad)
-                hasher.update(chunk.data)
-                tokens += int(chunk.sum())
-                bar.update(len(chunk))
-        return Fingerprint(documents=stop - start, tokens=tokens, lengths=hasher.hexdigest())
+
+        def checked(ids: Int64Array) -> Int64Array:
+            out, first = np.empty(len(ids), np.int64), start + int(ids[0])
+            bad = scan_documents(first, self._boundaries, self._lengths, self._pointers, width, end, out)
+            if bad >= 0:
+                raise self._bad_document(bad)
+            return out
+
+        with self._read_through():
+            return scan_fingerprint(checked, stop - start, f"fingerprint of {self.prefix.name}")
 
     def _bad_document(self, i: int) -> IndexError | CorpusError:
         if not 0 <= i < len(self):
