@@ -1,5 +1,9 @@
 """Documents and records: where they are, how long they are, what they contain.
 
+How a document becomes tokens in a batch: catalog.py opens its `Source`; `megaresume.stream` plans by lengths alone
+which of its tokens stand in which sample (`Plan`); `megaresume.batches.assemble` reads just those, from the array of a
+`TokenSource` in one compiled loop, from any other source by ``read``, and of a `DocumentSource` the whole document.
+
 Opening what a data config names
 catalog.py             name -> ``{path, kind, split, ...}`` to name -> `Source`
 held_out.py            do sources share documents? was held-out data trained on?

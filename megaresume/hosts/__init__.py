@@ -39,5 +39,8 @@ One file per trainer:
     token_losses.py    the loss of each label without a call, from the logits of a model
     importing.py       hooks for programs that do not know us; startup/: for processes that they start
 
+Which checkpoint a resume loads is not decided here: each host calls `Session.load` or `Session.choose`, and rank 0
+chooses for all (`megaresume.checkpoint.chooser`) by the rules of `megaresume.checkpoint.load.search`.
+
 To write another one, see docs/hosts.md. Importing this package imports neither torch nor DeepSpeed nor Megatron.
 """
