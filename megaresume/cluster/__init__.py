@@ -9,7 +9,7 @@ own_directory.py    the output directory of both
 training/           the small trainer of both, a separate program
 local.py            launchers on this machine: for a program, or a script per node
 processes.py        programs on this machine, as process groups
-records.py          the recorded steps of a run, and a comparison of two runs
+records.py          the recorded steps of a run, and a comparison of two runs; pages.py: as a figure and a table
 new.py              `megaresume new`: the starting points in starts/, for a user's own trainer
 drivers/            called by the launch scripts of ``launch/``
 """

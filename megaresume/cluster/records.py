@@ -285,7 +285,7 @@ def _incomplete(who: str, records: RunRecords, steps: int) -> Iterator[tuple[int
         if after == step + 1 and one["samples"][-1] != other["samples"][0]:
             yield (
                 after,
-                f"step {after} of {who} trained samples {_range(other['samples'])} after {_range(one['samples'])} of "
+                f"step {after} of {who} trained samples {spelled(other['samples'])} after {spelled(one['samples'])} of "
                 f"step {step}: samples were {_what(one['samples'], other['samples'])}",
             )
 
@@ -320,7 +320,7 @@ def _differences(reference: RunRecords, run: RunRecords) -> Iterator[tuple[int, 
             if field == "ranks" and not (_same_layout(record, expected) and record.get("ranks")):
                 continue
             if record.get(field) != expected.get(field):
-                one, other = (_range(r[field]) if field == "samples" else _short(r[field]) for r in (expected, record))
+                one, other = (spelled(r[field]) if field == "samples" else _short(r[field]) for r in (expected, record))
                 yield step, f"step {step}{again}: {words}: reference {one}, run {other}"
                 break
 
@@ -370,10 +370,11 @@ def _comparable(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return one.get("order") is not None or _same_layout(one, other)
 
 
-def _range(samples: Sequence[Any]) -> str:
+def spelled(samples: Sequence[Any]) -> str:
+    """The samples of a step: ``0 to 7``; of ranks that leave a gap, each range."""
     if samples and isinstance(samples[0], int):
         return f"{samples[0]} to {samples[1] - 1}"
-    return " and ".join(_range(part) for part in samples)
+    return " and ".join(spelled(part) for part in samples)
 
 
 def _short(value: object) -> str:

@@ -24,6 +24,7 @@ from megaresume.cluster.demo.demo import GLOBAL_BATCH_SIZE, Demo, DemoStart, Ext
 from megaresume.cluster.launcher import Kind, Launch
 from megaresume.cluster.local import LocalPrograms
 from megaresume.cluster.own_directory import own_directory
+from megaresume.cluster.pages import done_again, loss_figure, steps_table
 from megaresume.cluster.processes import ask
 from megaresume.cluster.records import RunComparison, RunRecords, compare_runs, read_records
 from megaresume.cluster.scenario import Attempt, Found, Say, Scenario, Stop
@@ -297,7 +298,12 @@ def _page(facts: Facts, stream: Stream) -> str:
         "relative to the twin's loss. megaresume verify: "
         f"{len(facts.verified['points'])} recorded points, planned again on a CPU.</p>",
         "<h2>Loss, step by step</h2>",
-        _losses(facts),
+        loss_figure(
+            facts.twin,
+            facts.run,
+            attempts=[start.layout for start in facts.starts],
+            stops=[(start.steps[1], "SIGKILL") for start in facts.starts if start.killed],
+        ),
         *facts.extra.parts,
         "<h2>The starts of the run</h2>",
         html_table(("", "layout", "steps", "end"), _starts(facts)),
@@ -310,9 +316,7 @@ def _page(facts: Facts, stream: Stream) -> str:
         ),
         _shares(facts, stream),
         *(_packing(facts, stream) if facts.demo.packing else ()),
-        "<details><summary>Every step</summary><div class=scroll>",
-        html_table(("step", "start", "", "samples", "digest", "loss", "loss of the twin"), _steps(facts)),
-        "</div></details>",
+        steps_table(facts.twin, facts.run),
     ]
     return page(facts.demo.title, parts)
 
@@ -353,7 +357,7 @@ def checks(facts: Facts) -> list[tuple[str, str]]:
 def _starts(facts: Facts) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("twin", "never disturbed", f"1 to {facts.comparison.steps}", "finished")]
     for number, start in enumerate(facts.starts, 1):
-        again = [step for attempt, step in _done_again(facts) if attempt == number]
+        again = [step for attempt, step in done_again(facts.run) if attempt == number]
         steps = f"{start.steps[0]} to {start.steps[1]}" + (f" ({_ranges(again)} again)" if again else "")
         rows.append((f"start {number}", start.layout, steps, start.end))
     return rows
@@ -366,68 +370,11 @@ def _ranges(steps: Sequence[int]) -> str:
     return f"{len(steps)}: {', '.join(words)}" if words else "none"
 
 
-def _done_again(facts: Facts) -> set[tuple[int, int]]:
-    """(start, step) of every step that an earlier start had made already."""
-    seen, again = set[int](), set[tuple[int, int]]()
-    for record in _all_records(facts):
-        if record["step"] in seen:
-            again.add((record["attempt"], record["step"]))
-        seen.add(record["step"])
-    return again
-
-
 def _sources(facts: Facts) -> list[tuple[str, ...]]:
     return [
         (name, f"{s['weight']:.3f}", f"{s['share']:.3f}", f"{s['tokens']:,}", f"{s['segments']:,}")
         for name, s in facts.summary["sources"].items()
     ]
-
-
-def _all_records(facts: Facts) -> list[dict[str, Any]]:
-    """Every step that the run made, in order."""
-    return sorted([*facts.run.steps.values(), *facts.run.lost], key=lambda r: (r["attempt"], r["step"]))
-
-
-def _steps(facts: Facts) -> list[tuple[str, ...]]:
-    again, lost = _done_again(facts), {(record["attempt"], record["step"]) for record in facts.run.lost}
-
-    def words(record: dict[str, Any]) -> str:
-        place = record["attempt"], record["step"]
-        return ", ".join(["done again"] * (place in again) + ["lost to the kill"] * (place in lost))
-
-    return [
-        (
-            str(r["step"]),
-            str(r["attempt"]),
-            words(r),
-            f"{r['samples'][0]} to {r['samples'][1] - 1}",
-            r["digest"],
-            f"{r['loss']:.6f}",
-            f"{facts.twin.steps[r['step']]['loss']:.6f}" if r["step"] in facts.twin.steps else "",
-        )
-        for r in _all_records(facts)
-    ]
-
-
-def _losses(facts: Facts) -> str:
-    def draw(axes: Any) -> None:
-        twin = [facts.twin.steps[step] for step in sorted(facts.twin.steps)]
-        axes.plot([r["step"] for r in twin], [r["loss"] for r in twin], color="#c9d0dc", lw=7, label="uninterrupted")
-        for number, start in enumerate(facts.starts, 1):
-            records = [r for r in _all_records(facts) if r["attempt"] == number]
-            colour = COLOURS[(number - 1) % len(COLOURS)]
-            label = f"start {number}: {start.layout}"
-            axes.plot([r["step"] for r in records], [r["loss"] for r in records], color=colour, lw=1.8, label=label)
-            if start.killed:
-                at = start.steps[1] + 0.5
-                axes.axvline(at, color=colour, lw=1, ls="--")
-                place = {"xycoords": ("data", "axes fraction"), "xytext": (4, -10), "textcoords": "offset points"}
-                axes.annotate("SIGKILL", (at, 1), color=colour, fontsize=9, **place)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=9)
-
-    return svg(draw, height=4.2)
 
 
 def _shares(facts: Facts, stream: Stream) -> str:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import megaresume
+from megaresume.cluster.pages import loss_figure, steps_table
 from megaresume.cluster.records import RunComparison, RunRecords
 from megaresume.cluster.scenario import Found, StopResult
 from megaresume.cluster.smoke.plan import SmokePlan
-from megaresume.render import COLOURS, escape, html_table, page, svg
+from megaresume.render import escape, html_table, page, text_table
 from megaresume.stream.errors import SetupError, listed
 
 
@@ -93,7 +94,7 @@ def summary(result: Result) -> dict[str, Any]:
 
 def table(result: Result) -> str:
     """The result as a table, for the terminal."""
-    lines = ["", *_columns([_HEAD, *map(_row, result.stops)]), ""]
+    lines = ["", text_table([_HEAD, *map(_row, result.stops)]), ""]
     lines += [
         "  nodes x ranks on each, m: micro-batch, w: workers",
         "  steps lost were trained again; due to data: opening it, seeking, the wait for the first samples",
@@ -135,8 +136,8 @@ def write_report(path: Path, result: Result) -> None:
         html_table(("", "result"), _checks(result)),
     ]
     if result.reference is not None and result.run is not None:
-        parts += ["<h2>Loss, step by step</h2>", _figure(result)]
-        parts += ["<details><summary>Every step</summary><div class=scroll>", _steps(result), "</div></details>"]
+        parts += ["<h2>Loss, step by step</h2>", _figure(result, result.reference, result.run)]
+        parts.append(steps_table(result.reference, result.run))
     path.write_text(page("megaresume smoke", parts), encoding="utf-8")
 
 
@@ -207,59 +208,18 @@ def _row(stop: StopResult) -> tuple[str, ...]:
     )
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with three left-aligned columns, then right-aligned numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    form = "  ".join(f"{{:{'<' if k < 3 else '>'}{width}}}" for k, width in enumerate(widths))
-    return ["  " + form.format(*row) for row in rows]
-
-
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 
 
-def _figure(result: Result) -> str:
-    """The losses as a figure; empty without matplotlib, which a cluster node may lack."""
-    assert result.reference is not None and result.run is not None
-    reference, run = (
-        {step: record["loss"] for step, record in sorted(records.steps.items()) if record.get("loss") is not None}
-        for records in (result.reference, result.run)
-    )
-
-    def draw(axes: Any) -> None:
-        axes.plot(list(reference), list(reference.values()), color="#c9d0dc", lw=7, label="undisturbed")
-        axes.plot(list(run), list(run.values()), color=COLOURS[0], lw=1.5, label="run")
-        for stop in result.stops:
-            axes.axvline(stop.step, color="#8c1d18", lw=0.9, ls="--")
-            axes.annotate(stop.kind, (stop.step, 1), xycoords=("data", "axes fraction"), fontsize=8, color="#8c1d18")
-        axes.set_xlabel("step (dashed: a stop)")
-        axes.set_ylabel("loss")
-        axes.legend(frameon=False, fontsize=9)
-
+def _figure(result: Result, reference: RunRecords, run: RunRecords) -> str:
+    """The losses as a figure; none without matplotlib, which a cluster node may lack."""
     try:
-        return svg(draw, height=3.2)
+        return loss_figure(
+            reference,
+            run,
+            attempts=[str(attempt.layout) for attempt in result.attempts],
+            stops=[(stop.step, stop.kind) for stop in result.stops],
+        )
     except SetupError as error:
         return f"<p>No figure: {escape(str(error.action))}</p>"
-
-
-def _steps(result: Result) -> str:
-    assert result.reference is not None and result.run is not None
-    rows = []
-    for step, expected in sorted(result.reference.steps.items()):
-        record = result.run.steps.get(step, {})
-        rows.append(
-            (
-                str(step),
-                str(record.get("attempt", "-")),
-                str(expected["samples"]),
-                str(record.get("samples", "-")),
-                str(record.get("digest") or "-"),
-                _number(expected.get("loss")),
-                _number(record.get("loss")),
-            )
-        )
-    return html_table(("step", "attempt", "samples", "of the run", "digest", "loss", "of the run"), rows)
-
-
-def _number(value: Any) -> str:
-    return "-" if value is None else f"{value:.7g}"

@@ -62,7 +62,7 @@ def test_steps_done_again_are_told_from_the_others(demo):
     rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in page.split("<tr>")]
     told = [(row[2], row[1], row[0]) for row in rows if len(row) == 7 and row[2]]
     lost = [(record["attempt"], record["step"]) for record in run.lost]
-    assert lost and [(start, step) for word, start, step in told if word == "lost to the kill"] == [
+    assert lost and [(start, step) for word, start, step in told if word == "lost to the stop"] == [
         (str(attempt), str(step)) for attempt, step in lost
     ]
     assert [(start, step) for word, start, step in told if word == "done again"] == [
