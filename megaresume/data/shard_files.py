@@ -417,7 +417,6 @@ class ReadBefore(Protocol):
 
     def take(self, place: Place) -> bytes | None:
         """The bytes of a place; None: the caller reads them."""
-        ...
 
 
 class _Descriptor:

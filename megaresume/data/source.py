@@ -47,23 +47,18 @@ class Source(Protocol):
 
     def __len__(self) -> int:
         """The number of documents."""
-        ...
 
     def length(self, i: int) -> int:
         """The number of tokens of document i."""
-        ...
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The tokens of each document: int64[n] to int64[n]."""
-        ...
 
     def get(self, i: int) -> npt.NDArray[Any]:
         """The tokens of document i, shape (length(i),)."""
-        ...
 
     def read(self, i: int, offset: int, length: int) -> npt.NDArray[Any]:
         """`length` tokens of document i from token `offset` on."""
-        ...
 
     def fingerprint(self, *, first: int | None = None, recompute: bool = False) -> Fingerprint:
         """The identity of the source: documents, tokens, hash of the lengths, tokenizer, contents.
@@ -72,7 +67,6 @@ class Source(Protocol):
             first: cover only this many documents, as if there were no more; None: all.
             recompute: ignore caches.
         """
-        ...
 
 
 @runtime_checkable
@@ -82,11 +76,9 @@ class TokenSource(Source, Protocol):
     @property
     def token_view(self) -> npt.NDArray[Any]:
         """All tokens, one-dimensional, read-only."""
-        ...
 
     def token_starts(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Where each document starts in `token_view`: int64[n] to int64[n], in tokens."""
-        ...
 
 
 class VisionEncoder(Protocol):
@@ -95,12 +87,10 @@ class VisionEncoder(Protocol):
     @property
     def image_token_id(self) -> int:
         """The token that marks the positions of image features."""
-        ...
 
     @property
     def pixel_shape(self) -> tuple[int, ...]:
         """The shape of a tile or patch: ``EncodedImage.pixels`` without its first axis; the same for every image."""
-        ...
 
 
 @runtime_checkable
@@ -110,12 +100,10 @@ class DocumentSource(Source, Protocol):
     @property
     def whole(self) -> bool:
         """True: its documents must not be cut."""
-        ...
 
     @property
     def encoder(self) -> VisionEncoder:
         """The encoder that makes its documents."""
-        ...
 
     def encoded(self, i: int, key: Key) -> EncodedDocument:
         """Document i, exactly ``length(i)`` tokens. ``key`` is the only source of randomness.
@@ -123,7 +111,6 @@ class DocumentSource(Source, Protocol):
         Raises:
             CorpusError: it cannot be read, or differs from the index and the policy is ``error``.
         """
-        ...
 
 
 DOCUMENT_MEMBERS = ("__len__", "length", "lengths", "get", "read", "fingerprint", "whole", "encoder", "encoded")

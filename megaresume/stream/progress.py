@@ -21,7 +21,6 @@ class Progress(Protocol):
 
     def update(self, amount: int, /) -> object:
         """Add an amount, in the unit of the progress."""
-        ...
 
 
 class _Lines:

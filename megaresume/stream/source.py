@@ -41,11 +41,9 @@ class LengthSource(Protocol):
 
     def __len__(self) -> int:
         """The number of documents."""
-        ...
 
     def lengths(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The tokens of each document: int64[n] to int64[n]; ids in ``[0, len(self))``."""
-        ...
 
     def fingerprint(self, *, first: int | None = None) -> Fingerprint | dict[str, Any]:
         """The identity of the source: the fields of `Fingerprint`.
@@ -53,7 +51,6 @@ class LengthSource(Protocol):
         Args:
             first: of its first documents only, as if there were no more; None: of all.
         """
-        ...
 
 
 def chunks(source: LengthSource, size: int = 0) -> Iterator[npt.NDArray[np.int64]]:

@@ -150,11 +150,9 @@ class RecordEncoder(Protocol):
     @property
     def filler(self) -> int:
         """The token that fills masked places."""
-        ...
 
     def encode(self, record: Record, key: Key, part: int = 0) -> EncodedDocument:
         """A document of a record. Raises CorpusError if there is none."""
-        ...
 
 
 def encode_as_indexed(

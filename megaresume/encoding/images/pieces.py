@@ -67,26 +67,21 @@ class Template(Protocol):
     @property
     def split(self) -> int | None:
         """The number of tokens above which a record becomes several documents; None if it is always one."""
-        ...
 
     @property
     def missing_images(self) -> bool:
         """Whether an image that the record names and does not have is left out; otherwise it is an error."""
-        ...
 
     @property
     def damaged_images(self) -> bool:
         """Whether a damaged image is left out, or its place masked; otherwise the record is an error."""
-        ...
 
     def image_names(self, row: Mapping[str, Any]) -> list[Any]:
         """The names of a JSON row's images, which are files beside it, in order. Raises ValueError if two lists name
         images."""
-        ...
 
     def pieces(self, record: Record) -> list[Piece]:
         """The document. Raises CorpusError if the record is not what the template expects."""
-        ...
 
 
 def row_images(row: Mapping[str, Any]) -> list[Any]:

@@ -53,19 +53,15 @@ class Processor(Protocol):
     @property
     def pixel_shape(self) -> tuple[int, ...]:
         """Shape of one row of the pixels: (3, H, W) for a tile, or (3 * T * P * P,) for a patch."""
-        ...
 
     def num_tokens(self, width: int, height: int) -> int:
         """The number of tokens of an image of this size. Raises CorpusError for an unsupported size."""
-        ...
 
     def tokens_of(self, pixels: Pixels, grid: Grid) -> int:
         """The number of tokens that the vision model makes of this output; must agree with `num_tokens`."""
-        ...
 
     def __call__(self, image: Image, generator: np.random.Generator) -> tuple[Pixels, Grid]:
         """Process an RGB image: float32[k, *pixel_shape], C-contiguous, and its grid."""
-        ...
 
 
 @runtime_checkable
@@ -74,7 +70,6 @@ class Patterned(Protocol):
 
     def pattern(self, width: int, height: int) -> Pattern:
         """The runs of tokens of an image of this size in pixels. Raises CorpusError for an unsupported size."""
-        ...
 
 
 def pattern_of(processor: Processor, width: int, height: int) -> Pattern:

@@ -210,7 +210,6 @@ class Step(Protocol):
 
     def __call__(self, image: Image, generator: np.random.Generator) -> Image:
         """The changed image, or the same one."""
-        ...
 
 
 Probability = Annotated[float, Within(0.0, 1.0)]

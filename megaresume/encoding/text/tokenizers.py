@@ -47,27 +47,21 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         """The tokens of each text, one-dimensional, an unsigned integer dtype; adds and cuts no tokens."""
-        ...
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """The tokens of one text; ``special``: recognise special tokens in it instead of reading plain text."""
-        ...
 
     def token_id(self, token: str) -> int | None:
         """The id of the token with this text; None if there is none."""
-        ...
 
     def decode(self, ids: npt.ArrayLike) -> str:
         """The text of tokens; leaves out end-of-document tokens."""
-        ...
 
     def fingerprint(self) -> str:
         """32 hex digits: equal if the mapping from text to tokens is."""
-        ...
 
     def vocabulary(self) -> str:
         """32 hex digits: equal if each token has the same text; added special tokens do not count."""
-        ...
 
 
 class ByteTokenizer:
