@@ -169,8 +169,6 @@ class Lease:
     def __init__(self, store: Store, say: Callable[[str], object]) -> None:
         self.store, self._say = store, say
         self.head = Head()
-        #: whether the store can keep two writers apart.
-        self.is_fenced = True
         self._changing, self._renewing = threading.Lock(), threading.Lock()
         self._ending = threading.Event()
         self._renewed = 0
@@ -201,7 +199,6 @@ class Lease:
         self.head, self._process = head, os.getpid()
         # A second put of the same must be refused.
         if not self.store.is_conditional or self.store.creates(head.name, head.to_bytes()):
-            self.is_fenced = False
             self._say(
                 f"WARNING: {self.store} has no conditional writes (If-None-Match): nothing keeps two jobs apart that "
                 "write there; make sure that there is one"
