@@ -1,4 +1,4 @@
-"""torchft: exact data while replicas leave and join.
+"""Exact data for torchft, while replicas leave and join.
 
     loop = megaresume.attach(manager, loader, global_batch_size=32, checkpoints="checkpoints")
     loop.load()
@@ -12,18 +12,18 @@
             loop.save()
     loop.finish()
 
-What a step trains depends on its number alone; who trains it, on who is in its quorum:
+What a step trains depends only on its number; who trains it depends on who is in its quorum:
 
     start_quorum     the samples of a step that was not committed are handed out again
-    for batch        the samples are dealt to those who contribute, once the quorum is there: `Contributors`
+    for batch        the samples are dealt to the contributors once the quorum is known: `Contributors`
     should_commit    only if all of them were dealt, once, by replicas at the same position: `Ballot`
-      committed      the position moves on by the global batch
+      committed      the position advances by the global batch
       not committed  it stays: the step is trained again, by whoever is there then
-    a replica joins  it is given the position with the weights, by torchft
+    a replica joins  torchft sends it the position with the weights
 
 A step is in `torchft_steps`; how it is dealt and voted on, in `torchft_dealing`.
 
-Checkpoints hold what a replica that joins is given. The first replica of the quorum saves; the others pass over it.
+Checkpoints contain what a joining replica is sent. The first replica of the quorum saves; the others skip it.
 """
 
 from __future__ import annotations
@@ -62,24 +62,24 @@ from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import StateError, UsageError
 
-#: under which torchft sends our state, among its own, to a replica that joins; and under which a file has it.
+#: the key for our state in what torchft sends to a joining replica, and in a file.
 KEY = "megaresume"
 
 
 def _package() -> str:
-    """Under which name torchft is installed."""
+    """The name under which torchft is installed."""
     names = ("torchft", "torchft-nightly")
     return next((name for name in names if any(importlib.metadata.distributions(name=name))), names[0])
 
 
 class TorchftHost(TrainerHost):
-    """See `TrainerHost`.
+    """torchft's Manager as a host, see `TrainerHost`.
 
     Args:
         trainer: torchft's Manager.
-        data: what it trains.
-        global_batch_size: samples of a step, of all replicas together.
-        log_samples: where each process writes down what it has trained; None: nowhere.
+        data: the loader.
+        global_batch_size: samples per step, over all replicas.
+        log_samples: where each process records what it has trained; None: nowhere.
     """
 
     package = _package()
@@ -87,21 +87,21 @@ class TorchftHost(TrainerHost):
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     begin_anew = "read its rank_00000.pt with torch.load, and save to another directory"
-    device = None  # torchft gives no generators to a replica that joins
+    device = None  # torchft sends no generators to a joining replica
 
     def __init__(self, trainer: Any, data: Any, global_batch_size: int, log_samples: Any) -> None:
         super().__init__(trainer)
         self.data, self.global_batch_size, self._log_samples = data, global_batch_size, log_samples
-        #: the membership of the ledger's last line: it has one whenever others than before make a step.
+        #: the membership in the ledger's last line: a line is written whenever other replicas do a step than before.
         self._ledger_membership = 0
         #: whether this replica has the lock of the directory, as the one that saves.
         self._owns_directory = False
-        #: whether nothing was loaded yet, nor sent by another replica.
+        #: whether no state was loaded so far, nor sent by another replica.
         self._has_no_state = True
 
     @property
     def step_samples(self) -> int:
-        """Samples of what torchft counts as a step, of all replicas together."""
+        """Samples in what torchft counts as a step, over all replicas."""
         return self.global_batch_size
 
     # What a trainer declares
@@ -172,7 +172,7 @@ class TorchftHost(TrainerHost):
     def open(
         self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
     ) -> None:
-        """See `TrainerHost`. The directory is taken by whoever saves: other replicas save there, too."""
+        """See `TrainerHost`. Only the replica that saves takes the directory: others may save there, too."""
         assert checkpoints.save_dir is not None
         self._root = Path(checkpoints.save_dir)
         super().open(feed, replace(checkpoints, save_dir=None), stop, metrics)
@@ -189,12 +189,12 @@ class TorchftHost(TrainerHost):
         manager.register_state_dict_fn(KEY, self.take_state, self.state_to_send)
         if self._log_samples is not None:
             replica = manager._replica_id or manager._store.get("replica_id").decode()
-            # A number of its own: torchft has none that lasts.
+            # A number of our own: torchft has no permanent one.
             number = xxhash.xxh32_intdigest(f"{replica}/{rank()}".encode())
             self.dealt.log = on_all_ranks(lambda: RankLog(self._log_samples, rank=number, launch=0))
 
     def make_steps(self, **kwargs: Any) -> DealtSteps:
-        """The steps of this replica; ``more``: arguments of `DealtSteps`."""
+        """The steps of this replica; ``kwargs``: arguments of `DealtSteps`."""
         return ReplicaSteps(self.trainer, self.steps, samples=self.step_samples, **kwargs)
 
     def hooks(self) -> list[Hook]:
@@ -209,22 +209,21 @@ class TorchftHost(TrainerHost):
     # A replica that joins
 
     def state_to_send(self) -> dict[str, Any]:
-        """What torchft sends to a replica that joins, besides the weights. It asks in a thread of its own, between two
-        steps."""
+        """What torchft sends to a joining replica, besides the weights. Called in another thread, between two steps."""
         steps = self.steps
         state = Envelope(state=steps.feed.snapshot(steps.samples), iteration=steps.step, framework=self.framework)
         sent = {"data": state.to_text(), "step": steps.step, "launch": self.dealt.membership}
         return {**sent, "rule": self.dealt.rule.parts}
 
     def take_state(self, given: Mapping[str, Any]) -> None:
-        """This replica joins, or was behind: torchft has loaded the weights of another one, and this is its position.
+        """Set the position of this replica, which joined or was behind: torchft has loaded another one's weights.
 
         Raises:
-            StateError: that one has other data, or deals it out in another way.
+            StateError: that one has other data, or deals it out by another rule.
         """
         envelope = Envelope.read(given["data"])
         self.dealt.restart(given["launch"])
-        # No choice of a checkpoint: what is restored are samples alone.
+        # Not a checkpoint's choice: only samples are restored.
         self.steps.feed.restore(envelope.state, None)  # type: ignore[arg-type]
         self.dealt.rule.check_of_sender(given["rule"])
         self.steps.loaded(envelope.iteration, envelope.samples)
@@ -234,41 +233,42 @@ class TorchftHost(TrainerHost):
     # A step
 
     def around_start_quorum(self, start_quorum: Any, *args: Any, **kwargs: Any) -> None:
-        """Around ``Manager.start_quorum``: torchft asks who is there."""
+        """Wraps ``Manager.start_quorum``: torchft asks who is there."""
         self.dealt.before_quorum()
         start_quorum(*args, **kwargs)
         self.dealt.after_quorum()
 
     def quorum_is_there(self) -> None:
-        """After each quorum, before the step is dealt."""
+        """Called after each quorum, before the step is dealt."""
         self._let_another_save()
         self._compare_step()
 
     def _let_another_save(self) -> None:
-        """If this is not the first replica any more. Before anybody can commit this step, and save it."""
+        """Give up the directory if this is no longer the first replica; before anyone can commit and save this step."""
         if self._owns_directory and not self.is_first:
             self.session.hand_over(self._root)
             self._owns_directory = False
 
     def _compare_step(self) -> None:
-        """Whether torchft counts the same steps, and no checkpoint waits to be loaded. Not if this replica is about to
-        be given another one's state."""
+        """Check that torchft counts the same steps, and no checkpoint waits to be loaded; unless this replica is about
+        to get another one's state.
+        """
         manager, steps = self.trainer, self.steps
         if manager.errored() or manager._healing:
             return
         steps.compare(manager.current_step())
         if self._has_no_state and not steps.step:
-            # No collective: of a replica's processes, some may have been healed by now, and others not.
+            # Not a collective: some processes of a replica may already have been healed, and others not.
             check_fresh_start(self._root, cause=self.forgotten, load=self.load)
         self._has_no_state = False
 
     def around_allreduce(self, allreduce: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around ``Manager.allreduce``, of gradients or of whatever else."""
+        """Wraps ``Manager.allreduce``, of gradients or anything else."""
         self.dealt.reduce(tensor, *args, **kwargs)
         return allreduce(tensor, *args, **kwargs)
 
     def around_should_commit(self, should_commit: Any, *args: Any, **kwargs: Any) -> bool:
-        """Around ``Manager.should_commit``: the step is trained, does it count?"""
+        """Wraps ``Manager.should_commit``: the step is trained; does it count?"""
         made = self.dealt.commit(lambda: should_commit(*args, **kwargs))
         if made is None:
             return False
@@ -281,7 +281,7 @@ class TorchftHost(TrainerHost):
         return bool(self.trainer.participating_rank() == 0)
 
     def _note_members(self, share: Share, membership: int) -> None:
-        """A line in the ledger if other replicas have made this step than the one before it."""
+        """Write a ledger line if other replicas have done this step than the one before."""
         if membership == self._ledger_membership:
             return
         self._ledger_membership = membership
@@ -302,7 +302,7 @@ class TorchftHost(TrainerHost):
         return [_file()]
 
     def save_now(self) -> None:
-        """Save the step that was committed last, if this is the first replica, and nobody has saved it."""
+        """Save the last committed step, if this is the first replica, and no other has saved it."""
         if not self.is_first or self.steps.step == self.session.settled_step:
             return
         if not self._owns_directory:
@@ -352,7 +352,7 @@ class TorchftHost(TrainerHost):
         return self.resumed(state[KEY])
 
     def end(self) -> None:
-        """See `TrainerHost`. The first replica says in the ledger that nothing is left to train."""
+        """See `TrainerHost`. The first replica records in the ledger that nothing is left to train."""
         self.dealt.stop_reading()
         if self.is_first:
             with replaced(self.session.roots, save_dir=self._root):
@@ -366,7 +366,7 @@ def _file() -> str:
 
 
 class ReplicaLoop(StepLoop):
-    """The training loop of one replica; made by `megaresume.attach`. Every method is called on every replica.
+    """The training loop of one replica; created by `megaresume.attach`. Call every method on every replica.
 
     Iterate over it for the micro-batches of a step, between `start_quorum` and `should_commit` of torchft's Manager.
     """
@@ -378,74 +378,75 @@ class ReplicaLoop(StepLoop):
         self.host = host
 
     def __iter__(self) -> Iterator[Any]:
-        """The micro-batches of this replica in the step whose quorum was asked for. With the asynchronous quorum, the
-        first one may come before it: reading `weight` then waits for it.
+        """The micro-batches of this replica in the step whose quorum was requested. With the asynchronous quorum, the
+        first one may come before the quorum: then reading `weight` waits for it.
 
         Raises:
-            StateError: no quorum was asked for, or the data has ended.
+            StateError: no quorum was requested, or the data has ended.
         """
         with closing(self.host.dealt.batches()) as batches:  # type: ignore[type-var]
             yield from batches
 
     @property
     def weight(self) -> float:
-        """The factor for the mean loss over the samples of the micro-batch handed out last, so that each sample
-        of a step weighs the same, however many replicas there are and torchft divides by. 0 if this replica has no
-        sample in it, or others are there than when it was read: it trains it only to take part in the all-reduce.
-        Waits for the quorum: read it after the forward."""
+        """The factor for the mean loss over the samples of the last micro-batch, which gives each sample of a step the
+        same weight for any number of replicas by which torchft divides. 0 if this replica has no sample in it, or the
+        members have changed since it was read: then it is only trained to take part in the all-reduce. Waits for the
+        quorum: read it after the forward.
+        """
         return self.host.dealt.weight
 
     @property
     def ends_step(self) -> bool:
-        """Whether the micro-batch handed out last is the last one of its step: with torchft's DistributedDataParallel,
-        all others go under ``model.no_sync()``."""
+        """Whether the last micro-batch handed out ends its step: with torchft's DistributedDataParallel, all others run
+        under ``model.no_sync()``.
+        """
         return self.host.dealt.ends_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the data has no step any more."""
+        """Whether the data has no more steps."""
         return not self.steps.feed.has(self.steps.samples)
 
     def total(self, number: float) -> float:
-        """The sum over all that contribute to the step, as of trained tokens. For a loss that is summed over tokens:
-        after the last micro-batch, scale the gradients by the number of participants and divide by this.
+        """The sum of a number, such as trained tokens, over all contributors to the step. For a loss that is summed
+        over tokens: after the last micro-batch, multiply the gradients by the number of participants and divide by
+        this.
 
         Args:
-            number: of this process, without micro-batches of weight 0; if a replica has several processes, the mean of
-                them.
+            number: of this process, without micro-batches of weight 0; if a replica has several processes, their mean.
         """
         return self.host.dealt.total(number)
 
     def save(self) -> None:
-        """Save a checkpoint of the step that was committed last. The first replica of the quorum does.
+        """Save a checkpoint of the last committed step. The first replica of the quorum writes it.
 
         Raises, on every process of that replica:
             StateError: in the middle of a step.
-            UsageError: the directory holds checkpoints that this run did not resume from.
-            CheckpointError: files are missing, another job writes there, or the disk refuses.
+            UsageError: the directory has checkpoints that this run did not resume from.
+            CheckpointError: files are missing, another job writes there, or a write fails.
         """
         self.host.save_now()
 
     def load(self) -> Resume | None:
-        """Resume from the newest complete checkpoint. A replica that is behind others takes their state in its first
-        quorum.
+        """Resume from the newest complete checkpoint. A replica that is behind gets its state in its first quorum.
 
         Returns:
             where it continues; None if there is no checkpoint.
 
         Raises, on every process of a replica:
-            CheckpointError: checkpoints are there, and none is complete.
-            StateError: no data state, or of other data, or of other objects.
+            CheckpointError: there are checkpoints, but none is complete.
+            StateError: no data state, or one for other data, or for other objects.
         """
         self.host.load_by(lambda choice, _: self.host.read(choice))
         return self.session.resumed
 
     def finish(self) -> None:
-        """Nothing is left to train: say so in the ledger, and close. Raises CheckpointError."""
+        """Record in the ledger that nothing is left to train, and close. Raises CheckpointError."""
         self.host.end()
 
     def close(self) -> None:
-        """Wait until all saves are on the disk, and let other replicas save."""
+        """Wait until all saves are on the disk, and allow other replicas to save."""
         self.host.dealt.stop_reading()
         self.session.hand_over(self.host.save_dir)
         super().close()
@@ -461,18 +462,18 @@ def attach(
     metrics: Any = None,
     log_samples: str | os.PathLike[str] | None = None,
 ) -> ReplicaLoop:
-    """Give the replicas of torchft their data in an exact order while they leave and join. Call it on every replica,
-    right after the Manager is made.
+    """Give torchft's replicas their data in an exact order while they leave and join. Call it on every replica, right
+    after creating the Manager.
 
     Args:
-        manager: torchft's Manager, with the weights that it gives to a replica that joins.
-        data: a `DataLoader` or a `StreamLoader` of this replica's processes (``dp_rank``, ``dp_size``); micro-batches
-            have as many samples as it says, or fewer.
-        global_batch_size: samples of a step, of all replicas together: the same however many there are.
+        manager: torchft's Manager, with the weights that it sends to a joining replica.
+        data: a `DataLoader` or a `StreamLoader` for this replica's processes (``dp_rank``, ``dp_size``); micro-batches
+            have its batch size, or fewer samples.
+        global_batch_size: samples per step over all replicas, for any number of them.
         checkpoints: where the run saves: one directory for all replicas.
         stop: when this replica saves and exits, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
-        log_samples: a directory in which each process writes down which samples of which step it has trained, for
+        log_samples: a directory in which each process records which samples of which step it has trained, for
             ``megaresume verify --log-samples``.
 
     Raises:

@@ -1,14 +1,14 @@
-"""A step's samples divided between torchft's replicas, and whether it counts. It knows no session and no files.
+"""Divides a step's samples between torchft's replicas, and decides whether it counts. Knows no session and no files.
 
-    the quorum is there   `who_contributes`: whose gradients torchft adds up   -> `Contributors`
+    the quorum is known   `who_contributes`: whose gradients torchft adds up   -> `Contributors`
     the samples           `Contributors.share`: those of one process           -> `Share`
-    while it is trained   `Ballot`: samples, positions and memberships of all replicas, added up as the gradients are
-    before the commit     `Ballot.decide`: it counts if they make up one step, at one position
+    during training       `Ballot`: samples, positions and memberships of all replicas, added up like the gradients
+    before the commit     `Ballot.decide`: it counts if they form one step, at one position
 
-Replicas deal a step each by itself, so all must deal by the same rule: `Rule`.
+Replicas deal out a step independently, so all must use the same rule: `Rule`.
 
-A *membership* is a number that names those who train together. The first of them makes it up, greater than any before;
-the ballot tells it to the others. Logs call it ``launch``: see `rank_log`.
+A *membership* is a number for a set of replicas that train together. The first of them chooses it, greater than any
+before; the ballot tells it to the others. Logs call it ``launch``: see `rank_log`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import xxhash
 from megaresume.stream.dealing import in_even_parts, places_of
 from megaresume.stream.errors import StateError
 
-#: what is used of torchft's Manager, here and in the host. Another version that lacks one is refused.
+#: what is used of torchft's Manager, here and in the host. A version that lacks one is refused.
 OF_MANAGER = (
     "_healing",
     "_load_state_dict_fns",
@@ -49,7 +49,7 @@ OF_MANAGER = (
 )
 
 
-#: numbers that stand for larger ones in a vote: squares of so many of them add up below 2 ** 53.
+#: numbers that represent larger ones in a vote: their squares add up to less than 2 ** 53.
 BUCKETS = 1 << 20
 
 
@@ -57,39 +57,39 @@ def are_equal(count: int, total: int, squares: int) -> bool:
     """Whether numbers are all the same.
 
     Args:
-        count: how many they are.
-        total, squares: their sum, and that of their squares.
+        count: how many there are.
+        total, squares: their sum, and the sum of their squares.
     """
     return count * squares == total**2
 
 
 @dataclass(frozen=True)
 class Rule:
-    """By what a replica deals steps out: the same on all replicas, or samples would be trained twice and others never.
+    """The rule by which a replica deals out steps: if replicas' rules differed, samples would be repeated or lost.
 
     Args:
-        parts: by name, in words.
+        parts: name -> value, in words.
     """
 
     parts: Mapping[str, str]
 
     @functools.cached_property
     def number(self) -> int:
-        """What stands for it in a vote."""
+        """The number that represents it in a vote."""
         return xxhash.xxh3_64_intdigest(repr(sorted(self.parts.items())).encode()) % BUCKETS
 
     def check_votes(self, votes: int, numbers: int, squares: int) -> None:
-        """Raise a StateError, on every replica, unless the rules of all that have voted are the same.
+        """Raise a StateError, on every replica, unless all that voted have the same rule.
 
         Args:
-            votes: how many they are.
-            numbers, squares: sums of their numbers, and of the squares of these.
+            votes: their number.
+            numbers, squares: sums of the rules' numbers, and of their squares.
         """
         if not are_equal(votes, numbers, squares):
             raise _other_rule(self.parts, "something else")
 
     def check_of_sender(self, theirs: Mapping[str, str]) -> None:
-        """Raise a StateError unless the replica whose weights this one is given deals by the same rule."""
+        """Raise a StateError unless the replica that sent its weights to this one has the same rule."""
         if other := [name for name, part in self.parts.items() if theirs[name] != part]:
             raise _other_rule(
                 {name: self.parts[name] for name in other}, _worded({name: theirs[name] for name in other})
@@ -115,9 +115,10 @@ class Share:
     """The samples of a step that this process trains.
 
     Args:
-        size: processes that are dealt samples, of all replicas together.
-        rank: this one among them; None: it contributes nothing, and is given those of the first, without weight.
-        averaged: processes over which the gradients are averaged.
+        size: number of processes that get samples, over all replicas.
+        rank: number of this one among them; None: it does not contribute, and gets the first one's samples, without
+            weight.
+        averaged: number of processes over which gradients are averaged.
     """
 
     size: int
@@ -125,7 +126,7 @@ class Share:
     averaged: int
 
     def sizes(self, samples: int, micro_batch_size: int) -> list[tuple[int, int]]:
-        """The samples in each micro-batch of a step of so many: of all processes together, and of this one."""
+        """Samples in each micro-batch of a step of this many samples: over all processes, and in this one."""
         sizes = in_even_parts(samples, micro_batch_size=micro_batch_size, dp_size=self.size)
         if self.rank is None:
             return [(size, 0) for size in sizes]
@@ -135,14 +136,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Contributors:
-    """The replicas whose gradients make a step.
+    """The replicas whose gradients form a step.
 
     Args:
-        replicas: that contribute, by their numbers in the quorum; ascending.
-        index: of this one among them; None: it contributes nothing.
-        participants: replicas that torchft counts, and divides the gradients by.
-        processes: of each replica.
-        samples: of a step, of all replicas together.
+        replicas: numbers of the contributors in the quorum; ascending.
+        index: of this one among them; None: it does not contribute.
+        participants: number of replicas that torchft counts, and divides the gradients by.
+        processes: per replica.
+        samples: per step, over all replicas.
     """
 
     replicas: tuple[int, ...]
@@ -153,7 +154,7 @@ class Contributors:
 
     @property
     def size(self) -> int:
-        """Processes that are dealt samples: no more than there are samples."""
+        """Number of processes that get samples: at most the number of samples."""
         return min(len(self.replicas) * self.processes, self.samples)
 
     def share(self, process: int) -> Share:
@@ -164,7 +165,7 @@ class Contributors:
         return Share(self.size or 1, rank, self.participants * self.processes)
 
     def samples_here(self, micro_batch_size: int) -> int:
-        """Samples of the step that this replica trains, in all its processes."""
+        """Samples of the step that this replica trains in all of its processes."""
         shares = [self.share(process) for process in range(self.processes)]
         return sum(mine for share in shares for _, mine in share.sizes(self.samples, micro_batch_size))
 
@@ -185,7 +186,7 @@ def who_contributes(manager: Any, *, processes: int, samples: int) -> Contributo
 
 
 def _ask(manager: Any, participants: int, mine: int | None) -> list[int]:
-    """The participants that say that they contribute."""
+    """The participants that say they contribute."""
     here = torch.zeros(participants, device=reduce_device(manager))
     if mine is not None:
         here[mine] = 1
@@ -194,26 +195,26 @@ def _ask(manager: Any, participants: int, mine: int | None) -> list[int]:
 
 
 def reduce_device(manager: Any) -> torch.device:
-    """The device on which torchft's process group takes tensors."""
+    """The device of tensors for torchft's process group."""
     is_on_gpu = "nccl" in manager._pg.getBackendName().lower()
     return torch.device("cuda", torch.cuda.current_device()) if is_on_gpu else torch.device("cpu")
 
 
 class Ballot:
-    """The votes of the replicas on a step, added up by torchft as their gradients are: one all-reduce of
-    a few numbers, while they train.
+    """The replicas' votes on a step, added up by torchft like their gradients, by one all-reduce of a few numbers
+    during training.
 
     Args:
         manager: torchft's.
-        samples: that this replica trains.
-        needed: samples of the step, of all replicas together.
-        position: at which this replica is.
-        rule: by which it deals steps out.
+        samples: those trained by this replica.
+        needed: samples in the step, over all replicas.
+        position: of this replica.
+        rule: by which it deals out steps.
         membership: from the first of the replicas, above 0; 0 from all others.
         begins_anew: whether its step begins with a micro-batch without weight: see `torchft_steps`.
         contributes: whether the gradients of this replica count.
-        replicas: that contribute.
-        device: of the all-reduce.
+        replicas: number of contributors.
+        device: for the all-reduce.
     """
 
     def __init__(
@@ -236,19 +237,19 @@ class Ballot:
         self._membership: int | None = None
         mine = [samples, position, membership, begins_anew, 1, number := rule.number, number**2]
         mine = mine if contributes else [0] * len(mine)
-        # Whole numbers below 2 ** 53.
+        # Integers below 2 ** 53.
         self._sum = torch.tensor(mine, dtype=torch.float64, device=device)
         self._work = manager.allreduce(self._sum, reduce_op=torch.distributed.ReduceOp.SUM)
 
     def decide(self) -> int | None:
-        """Wait for what all replicas tell. If they do not make up a step, report that to torchft, which then does not
-        commit it: once, also if this is called again.
+        """Wait for all replicas' votes. If they do not form a step, report that to torchft, which then does not commit
+        it; only once, even if called again.
 
         Returns:
-            the membership; None if the step is not to be committed.
+            the membership; None if the step must not be committed.
 
         Raises:
-            StateError: they deal out different steps, on every one of them.
+            StateError: their rules differ; raised on every replica.
         """
         if not self._is_decided:
             self._is_decided, self._membership = True, self._count()
@@ -260,7 +261,7 @@ class Ballot:
             return None
         samples, position, membership, anew, *rules = (int(number) for number in self._sum.tolist())
         self._rule.check_votes(*rules)
-        # A replica that contributes nothing may be healed, and be told its position later.
+        # A replica that does not contribute may be healed, and be told its position later.
         position, expected = (position, self._position * self._replicas) if self._contributes else (0, 0)
         everybody = self._replicas * self._begins_anew
         if (samples, position, anew) == (self._needed, expected, everybody):

@@ -1,6 +1,6 @@
-"""`DealtSteps`: what one replica reads, trains and writes down of the steps that are dealt to it.
+"""`DealtSteps`: what one replica reads, trains and records of the steps that are dealt to it.
 
-`torchft_steps` says when they are dealt, and to whom.
+`torchft_steps` determines when they are dealt, and to whom.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megaresume.stream.errors import StateError
 
 
 class DealtSteps:
-    """See above.
+    """The steps that are dealt to one replica.
 
     Args:
         manager: torchft's.
-        steps: their count.
-        samples: of a step, of all replicas together.
-        step_begins: is called between two steps, before anything of the next one.
-        quorum_is_there: is called after each quorum, before anything is dealt or voted on.
+        steps: the count.
+        samples: per step, over all replicas.
+        step_begins: called between two steps, before anything of the next one.
+        quorum_is_there: called after each quorum, before anything is dealt or voted on.
     """
 
-    #: where this process writes down what it has trained; None: nowhere.
+    #: where this process records what it has trained; None: nowhere.
     log: RankLog | None = None
 
     def __init__(
@@ -47,39 +47,39 @@ class DealtSteps:
         self.manager, self.steps, self.samples = manager, steps, samples
         self._step_begins, self._quorum_is_there = step_begins, quorum_is_there
         loader = self.loader = steps.feed.loader
-        #: this process within its replica, and how many there are.
+        #: number of this process within its replica, and of all its processes.
         self.local, self.locals = loader.dp_rank, loader.dp_size
-        #: as the loader was made.
+        #: as created with the loader.
         self._micro_batch_size = loader.micro_batch_size
         self._rule: Rule | None = None
-        #: who trains together, and the number of that membership: see `torchft_dealing`. Empty: nobody knows.
+        #: who trains together, and the number of that membership: see `torchft_dealing`. Empty: unknown.
         self.members: Sequence[Any] = ()
         self.membership = 0
-        #: under which this process last began its log.
+        #: the membership under which this process last began its log.
         self._logged_membership = 0
-        #: of this step, once it is dealt.
+        #: the share in this step, once it is dealt.
         self.share: Share | None = None
-        #: of the last quorum.
+        #: the contributors in the last quorum.
         self.contributors: Contributors | None = None
-        #: samples in each micro-batch of this step: of all processes together, and of this one.
+        #: samples in each micro-batch of this step: over all processes, and in this one.
         self._sizes: list[tuple[int, int]] = []
-        #: of the micro-batch that was handed out last; whether it was asked for, in this step.
+        #: weight of the last micro-batch handed out; whether it was read in this step.
         self._weight, self.is_weighed = 1.0, False
         #: samples of this process in the step, and their identities, once it has voted for it.
         self._lines: tuple[Any, Any] | None = None
-        #: what reads, whose share, and the sample that it reads next.
+        #: the current reader, the share that it reads, and the sample that it reads next.
         self._reader: Iterator[Any] | None = None
         self._reads: tuple[int, int, int] | None = None
 
     def restart(self, membership: int) -> None:
-        """Weights and position were loaded, or given by another replica, which knows this ``membership``."""
+        """Start again after weights and position were loaded, or sent by another replica with this ``membership``."""
         self.stop_reading()
-        self._rule = None  # what is left out may have been told
+        self._rule = None  # what is left out of the data may have changed
         self.membership, self.members = membership, ()
 
     @property
     def rule(self) -> Rule:
-        """By which steps are dealt out here."""
+        """The rule by which steps are dealt out here."""
         if self._rule is None:
             parts = {
                 "batch_size": self._micro_batch_size,
@@ -94,32 +94,32 @@ class DealtSteps:
     # What torchft calls
 
     def before_quorum(self) -> None:
-        """Before a quorum is asked for."""
+        """Called before a quorum is requested."""
         raise NotImplementedError
 
     def after_quorum(self) -> None:
-        """After it was asked for; with the synchronous quorum, it is there."""
+        """Called after it was requested; the synchronous quorum is then known."""
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Before a tensor is all-reduced; the arguments are those of `allreduce`."""
+        """Called before a tensor is all-reduced, with the arguments of `allreduce`."""
         raise NotImplementedError
 
     def commit(self, should_commit: Callable[[], Any]) -> tuple[Share, int] | None:
-        """The step is trained: does it count?
+        """Decide whether a trained step counts.
 
         Returns:
-            what this process trained of it, and the membership; None if it does not count.
+            this process's share of it, and the membership; None if it does not count.
         """
         raise NotImplementedError
 
     # Who trains together
 
     def _see_members(self, samples: int) -> tuple[Contributors, tuple[Any, ...], int]:
-        """Who is in the quorum, for a step of so many samples.
+        """Find out who is in the quorum, for a step of this many samples.
 
         Returns:
-            what `who_contributes` says; its value for ``members``; and its number for ``membership``. If others train
-            together than before, the first of them makes a new one up.
+            the result of `who_contributes`; the value for ``members``; and the number for ``membership``. If others
+            train together than before, the first of them chooses a new one.
         """
         manager = self.manager
         contributors = self.contributors = who_contributes(manager, processes=self.locals, samples=samples)
@@ -136,23 +136,23 @@ class DealtSteps:
 
     @property
     def weight(self) -> float:
-        """Of the micro-batch that was handed out last."""
+        """The weight of the last micro-batch handed out."""
         self.is_weighed = True
         return self._weight
 
     @property
     def ends_step(self) -> bool:
-        """Whether an optimizer step follows the micro-batch that was handed out last."""
+        """Whether an optimizer step follows the last micro-batch handed out."""
         raise NotImplementedError
 
     def total(self, number: float) -> float:
-        """The sum of a number of each process that contributes to the step."""
+        """The sum of a number over all processes that contribute to the step."""
         raise NotImplementedError
 
     # Micro-batches
 
     def _take(self, batch: Any, share: Share) -> int:
-        """The next micro-batch of the step is handed out. Returns how many samples this process has in it."""
+        """Note that the next micro-batch of the step is handed out. Returns this process's number of samples in it."""
         steps, number = self.steps, len(self.steps.out)
         first, (all_of_it, mine) = steps.end, self._sizes[number]
         steps.feed.after(batch, first)
@@ -163,7 +163,7 @@ class DealtSteps:
         return mine
 
     def _next(self, share: Share) -> Any:
-        """The next micro-batch. Whoever reads ahead goes on as long as the share is the same."""
+        """The next micro-batch. The reader continues while the share is the same."""
         loader, feed, end = self.loader, self.steps.feed, self.steps.end
         reads = share.size, share.rank or 0, end
         if self._reader is None or self._reads != reads:
@@ -187,7 +187,7 @@ class DealtSteps:
         return batch
 
     def stop_reading(self) -> None:
-        """End whoever reads ahead."""
+        """End reading ahead."""
         reader, self._reader = self._reader, None
         if isinstance(reader, Generator):
             reader.close()
@@ -195,12 +195,12 @@ class DealtSteps:
     # What each process writes down
 
     def log_vote(self, share: Share, membership: int | None) -> None:
-        """This replica votes for the step. Before its last gradients, or its weights, are added up: whoever commits the
-        step may be the only one to tell.
+        """Record that this replica votes for the step. Before its last gradients, or its weights, are added up, as only
+        one replica may be left to record a commit.
 
         Args:
             share: that it has trained.
-            membership: of those who have trained it; None: the step is not to be committed.
+            membership: of those who have trained it; None: the step must not be committed.
         """
         self._lines = None
         if self.log is None or share.rank is None or membership is None:
@@ -221,11 +221,11 @@ class DealtSteps:
         self._write("vote", steps.step + 1)
 
     def _count_step(self, joined: str) -> None:
-        """The step is committed: count it, and write down what this process has trained of it.
+        """Count a committed step, and record what this process has trained of it.
 
         Args:
-            joined: what it is called if this process was handed out nothing of it, and has the weights of those who
-                have trained it.
+            joined: name of the step in the log if this process got none of its samples, and has the weights of those
+                who trained it.
         """
         steps = self.steps
         if steps.is_idle:

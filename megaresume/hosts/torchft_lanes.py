@@ -1,19 +1,20 @@
 """`LaneSteps`: the outer steps of one replica under torchft's LocalSGD or DiLoCo, from their samples to their commit.
 
-A replica makes ``sync_every`` inner steps by itself before torchft asks who is there. So an outer step is dealt when
-the one before it ends, to the replicas of that quorum, each of which trains its *lane*:
+A replica does ``sync_every`` inner steps by itself before torchft asks who is there. So an outer step is dealt when the
+previous one ends, to the replicas of that quorum, each of which trains its *lane*:
 
     quorum of step N       vote      weights are averaged   step N committed   lanes of step N + 1
     |-- who is there? -----|-- all lanes of step N are there? -----------------|-- inner steps ... --| quorum of N + 1
 
     a replica has left     its lane is missing: the step is not committed, all go back to the weights before it, and its
                            samples are dealt to those who are there
-    a replica has joined   it has no lane: it weighs nothing, and is given the weights that come of the others' lanes
+    a replica has joined   it has no lane: its weight is 0, and it is sent the weights that result from the others'
+        lanes
     nobody has a lane      a run begins: nothing is committed, and lanes are dealt
 
-A replica without a lane makes no inner steps: it joins the quorum at once, and waits there for the others.
+A replica without a lane does no inner steps: it joins the quorum at once, and waits there for the others.
 
-Every replica decides by the same sums, so that all decide alike: `LaneVote`.
+Every replica decides by the same sums, so that all decisions agree: `LaneVote`.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from megaresume.stream.errors import StateError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class LaneVote:
-    """The sums of what all replicas say at the end of an outer step.
+    """The sums of all replicas' votes at the end of an outer step.
 
     Args:
-        samples: that were trained in lanes.
-        lanes: replicas that have trained one.
+        samples: trained in lanes.
+        lanes: number of replicas that have trained one.
         memberships, squares: sums over the lanes of the membership in which each was dealt, and of its square.
-        membership: the same membership, as the first lane says it.
+        membership: the same membership, from the first lane.
         next_membership: of those who are there now.
         position: sum of the positions of all replicas.
         weights, weight_squares: sums over all replicas of a hash of their weights, and of its square.
-        votes: how many have said something.
-        rules, rule_squares: sums of the numbers of their rules, and of the squares of these.
+        votes: number of votes.
+        rules, rule_squares: sums of the rules' numbers, and of their squares.
     """
 
     samples: int = 0
@@ -61,34 +62,34 @@ class LaneVote:
     rule_squares: int = 0
 
     def numbers(self) -> list[int]:
-        """All of them, in order."""
+        """All sums, in order."""
         return [getattr(self, name) for name in self.__slots__]
 
     def is_whole(self, samples: int) -> bool:
-        """Whether these lanes are those of one step, all of them."""
+        """Whether these are all lanes of one step."""
         return self.samples == samples and are_equal(self.lanes, self.memberships, self.squares)
 
 
 class Boundary:
-    """Weights and state of the inner optimizer as they were when the outer step began: what is trained in a step that
-    is not committed leaves no trace.
+    """Weights and inner optimizer state at the beginning of the outer step, so that a step that is not committed leaves
+    no trace.
 
     Args:
-        parameters: to be kept; none of DiLoCo, which keeps them itself.
+        parameters: to be kept; empty for DiLoCo, which keeps them itself.
         optimizer: the inner one.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
         self._parameters, self._optimizer = parameters, optimizer
-        #: what is kept. Never changed in place: another thread may be sending it.
+        #: the kept values. Never changed in place: another thread may be sending them.
         self.kept: dict[str, Any] = {}
 
     def take(self) -> None:
-        """Keep what is there now."""
+        """Keep the current values."""
         self.kept = _copied({"weights": list(self._parameters), "inner": self._optimizer.state_dict()["state"]})
 
     def restore(self) -> None:
-        """Go back to what was kept. Learning rates stay: a scheduler continues."""
+        """Restore the kept values. Learning rates are not restored: a scheduler continues."""
         kept = _copied(self.kept)
         with torch.no_grad():
             for parameter, value in zip(self._parameters, kept["weights"], strict=True):
@@ -98,7 +99,7 @@ class Boundary:
 
 
 def _copied(value: Any) -> Any:
-    """A copy with tensors of its own."""
+    """A copy with new tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -107,26 +108,26 @@ def _copied(value: Any) -> Any:
 
 
 class LaneSteps(DealtSteps):
-    """See above, and `DealtSteps`; ``samples`` are those of an outer step.
+    """The outer steps of one replica, see `DealtSteps`; ``samples`` are those of an outer step.
 
     Args:
         outer: torchft's LocalSGD or DiLoCo.
-        boundary: see there.
-        inner_samples: of an inner step, of all replicas together.
+        boundary: restores weights and inner optimizer.
+        inner_samples: per inner step, over all replicas.
     """
 
     def __init__(self, outer: Any, boundary: Boundary, *args: Any, inner_samples: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._outer, self.boundary, self._inner_samples = outer, boundary, inner_samples
-        #: micro-batches after which each inner step ends; inner steps made.
+        #: number of micro-batches at the end of each inner step; inner steps done.
         self._ends: list[int] = []
         self._made = 0
         #: whether the outer step is being synchronised without inner steps.
         self._is_joining = False
-        #: the lane of the next outer step, and its membership, if the vote was heard. They become ``share`` and
+        #: the lane of the next outer step, and its membership, once the vote is known; later ``share`` and
         #: ``membership``.
         self._dealt: tuple[Share, int] | None = None
-        #: the vote on a whole outer step, while its weights are averaged; None: they are not.
+        #: the vote on a complete outer step, while its weights are averaged; otherwise None.
         self._voted: LaneVote | None = None
         self._outer._local_optimizer.register_step_pre_hook(self._inner_step)
 
@@ -138,8 +139,9 @@ class LaneSteps(DealtSteps):
     # Micro-batches
 
     def batches(self) -> Iterator[Any]:
-        """The micro-batches of this replica in the next outer step, of all its inner steps. None if it has no lane: it
-        then waits for the others, and for the step that they commit."""
+        """The micro-batches of this replica in the next outer step, for all its inner steps. Without a lane there are
+        none: it then waits for the others, and for the step that they commit.
+        """
         self.steps.check_idle()
         if not self._outer._hooks:
             name = type(self._outer).__name__
@@ -167,7 +169,7 @@ class LaneSteps(DealtSteps):
             yield batch
 
     def _open(self, share: Share) -> None:
-        """Begin the inner steps of a lane. As many as ``sync_every``, in which its micro-batches are spread evenly."""
+        """Begin the inner steps of a lane: ``sync_every`` steps, to which its micro-batches are distributed evenly."""
         self.loader.micro_batch_size = min(self._micro_batch_size, max(self._inner_samples // share.size, 1))
         self._sizes = share.sizes(self.samples, self.loader.micro_batch_size)
         count, inner = len(self._sizes), self._outer._sync_every
@@ -176,7 +178,7 @@ class LaneSteps(DealtSteps):
         self.steps.begin(self.samples)
 
     def _join(self) -> None:
-        """Synchronise without inner steps: torchft does so after its last one."""
+        """Synchronise without inner steps, as torchft does after the last one."""
         outer = self._outer
         outer._local_step, self._is_joining = outer._sync_every - 1, True
         try:
@@ -190,7 +192,7 @@ class LaneSteps(DealtSteps):
         return len(self.steps.out) in self._ends
 
     def total(self, number: float) -> float:
-        """Refused."""
+        """Not supported."""
         raise self.steps.fail(
             UsageError(
                 "loop.total() cannot be used with LocalSGD and DiLoCo",
@@ -201,7 +203,7 @@ class LaneSteps(DealtSteps):
         )
 
     def _inner_step(self, *_: Any) -> None:
-        """Before the inner optimizer makes a step."""
+        """Called before the inner optimizer steps."""
         self.steps.check()
         if self._made == len(self._ends) or len(self.steps.out) != self._ends[self._made]:
             raise self.steps.fail(
@@ -237,7 +239,7 @@ class LaneSteps(DealtSteps):
             )
 
     def after_quorum(self) -> None:
-        """The quorum is there: vote on the outer step, and deal the next one to those who are there."""
+        """Vote on the outer step when the quorum is known, and deal the next one to those who are there."""
         self._quorum_is_there()
         manager, steps = self.manager, self.steps
         contributors, members, membership = self._see_members(self._inner_samples)
@@ -273,11 +275,11 @@ class LaneSteps(DealtSteps):
 
     @property
     def _trained(self) -> int:
-        """Samples of the lane of this replica, which it has trained; 0 if it has none."""
+        """Samples of this replica's lane, if it has trained it; 0 without a lane."""
         return sum(mine for _, mine in self._sizes) if self.share is not None and self.share.rank is not None else 0
 
     def _vote(self, membership: int | None) -> LaneVote | None:
-        """Tell all replicas about this one's lane, and hear of theirs; None: nothing was heard.
+        """Send this replica's vote to all, and get the sum of all votes; None: nothing was received.
 
         Args:
             membership: of those who are there now, from the first of them; 0 from others; None: does not count.
@@ -301,7 +303,7 @@ class LaneSteps(DealtSteps):
                 rules=(number := self.rule.number),
                 rule_squares=number**2,
             )
-        # Whole numbers below 2 ** 53.
+        # Integers below 2 ** 53.
         sums = torch.tensor(mine.numbers(), dtype=torch.float64, device=reduce_device(manager))
         manager.allreduce(sums, reduce_op=torch.distributed.ReduceOp.SUM).wait()
         return None if manager.errored() else LaneVote(*(int(number) for number in sums.tolist()))
@@ -314,11 +316,11 @@ class LaneSteps(DealtSteps):
         return hasher.intdigest() % BUCKETS
 
     def _backups(self) -> list[Any]:
-        """The weights that DiLoCo keeps."""
+        """The weights kept by DiLoCo."""
         return [fragment.original_parameters.values() for fragment in getattr(self._outer, "_fragments", ())]
 
     def _check_weights(self, vote: LaneVote, replicas: int) -> None:
-        """Before the first outer step: nobody gives weights to anybody."""
+        """Check before the first outer step that all weights are equal: nobody sends weights then."""
         if are_equal(replicas, vote.weights, vote.weight_squares):
             return
         raise self.steps.fail(
@@ -331,8 +333,9 @@ class LaneSteps(DealtSteps):
         )
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Weights, or what they have moved by: torchft takes the mean over the replicas that are there, and the lanes
-        of some may be larger, or of none."""
+        """Weight weights, or their changes: torchft takes the mean over the replicas that are there, some of which may
+        have a larger lane, or none.
+        """
         average = torch.distributed.ReduceOp.AVG
         if self._voted is None or kwargs.get("reduce_op", args[1] if len(args) > 1 else average) != average:
             return

@@ -1,4 +1,4 @@
-"""torchft's LocalSGD and DiLoCo: exact data for replicas that synchronise every so many steps.
+"""Exact data for torchft's LocalSGD and DiLoCo, whose replicas synchronise after a number of steps.
 
     with torchft.local_sgd.DiLoCo(manager, [model], inner, outer, sync_every=20) as diloco:
         loop = megaresume.attach(diloco, loader, global_batch_size=32, checkpoints="checkpoints")
@@ -14,7 +14,7 @@
                 loop.save()
         loop.finish()
 
-As under torchft's Manager (`megaresume.hosts.torchft`), but for the steps: `LaneSteps`.
+As under torchft's Manager (`megaresume.hosts.torchft`), except for the steps: `LaneSteps`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from megaresume.hosts.torchft import ReplicaLoop, TorchftHost
 from megaresume.hosts.torchft_dealt import DealtSteps
 from megaresume.hosts.torchft_lanes import Boundary, LaneSteps
 
-#: what is used of torchft's LocalSGD and DiLoCo; of DiLoCo alone, and of its fragments.
+#: attributes used of torchft's LocalSGD and DiLoCo; only of DiLoCo, and of its fragments.
 OF_BOTH = ("_hooks", "_local_optimizer", "_local_step", "_manager", "_step_post_hook", "_sync_every")
 OF_DILOCO = ("_fragment_sync_delay", "_fragments")
 OF_FRAGMENT = ("_fragment_update_alpha", "original_parameters")
 
 
 class LocalSGDHost(TorchftHost):
-    """See `TorchftHost`.
+    """torchft's LocalSGD or DiLoCo as a host, see `TorchftHost`.
 
     Args:
         outer: torchft's LocalSGD or DiLoCo.
-        data: what it trains.
-        global_batch_size: samples of an inner step, of all replicas together.
+        data: the loader.
+        global_batch_size: samples per inner step, over all replicas.
         log_samples: see there.
     """
 
@@ -55,7 +55,7 @@ class LocalSGDHost(TorchftHost):
 
     @property
     def step_samples(self) -> int:
-        """Of an outer step."""
+        """Samples of an outer step."""
         return int(self.outer._sync_every) * self.global_batch_size
 
     def check(self) -> None:
@@ -110,7 +110,7 @@ class LocalSGDHost(TorchftHost):
         )
 
     def state_to_send(self) -> dict[str, Any]:
-        """See `TorchftHost`. It may have made inner steps since the last outer one: with what was before them."""
+        """See `TorchftHost`. With the values before any inner steps since the last outer one."""
         return {**super().state_to_send(), "boundary": self.boundary.kept}
 
     def take_state(self, given: Mapping[str, Any]) -> None:
@@ -129,13 +129,13 @@ def attach(
     metrics: Any = None,
     log_samples: str | os.PathLike[str] | None = None,
 ) -> ReplicaLoop:
-    """As `megaresume.hosts.torchft.attach`, whose arguments these are, for replicas that synchronise every so many
+    """As `megaresume.hosts.torchft.attach`, with the same arguments, for replicas that synchronise after a number of
     steps. `ReplicaLoop.step` counts outer steps.
 
     Args:
         outer: torchft's LocalSGD or DiLoCo.
         data, checkpoints, stop, metrics, log_samples: see there.
-        global_batch_size: samples of an inner step, of all replicas together.
+        global_batch_size: samples per inner step, over all replicas.
 
     Raises:
         UsageError: another loader, or settings that do not fit.

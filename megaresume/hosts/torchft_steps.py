@@ -1,20 +1,20 @@
-"""`ReplicaSteps`: the steps of one replica of torchft's, from the quorum of each to whether it counts.
+"""`ReplicaSteps`: the steps of one replica of torchft's, from quorum to commit.
 
-    before_quorum   the quorum of a step is asked for; what was handed out of one that was not committed comes again
+    before_quorum   the quorum of a step is requested; what was handed out of an uncommitted one comes again
     batches         its micro-batches
-    settle          the quorum is there: the samples are dealt to those who contribute, and the vote on the step begins
+    settle          the quorum is known: the samples are dealt to the contributors, and the vote on the step begins
     commit          the step counts if torchft commits it
 
-With torchft's asynchronous quorum, a replica that made the last step trains the first micro-batch of the next one while
-the quorum is being found, dealt as the last step was:
+With torchft's asynchronous quorum, a replica that did the last step trains the first micro-batch of the next one while
+the quorum is being formed, dealt as in the last step:
 
-    quorum of the step   |-- being found --|                         |-- being found --|
-    first micro-batch    |---- forward ----| weight > 0: it counts   |---- forward ----| weight 0: others are there
+    quorum of the step   |-- being formed --|                        |-- being formed --|
+    first micro-batch    |---- forward ----| weight > 0: it counts   |---- forward ----| weight 0: the members changed
 
-`settle` comes when ``weight`` is read, or anything is all-reduced. If others are there than in the last step, the
-micro-batch gets no weight, on any replica, and the step is dealt anew. Every replica hands out such a micro-batch then,
-also one that has just joined and had nothing to guess by: a replica that all-reduces after each micro-batch needs as
-many of them as any other. The vote compares that.
+`settle` is called when ``weight`` is read, or anything is all-reduced. If the members have changed since the last step,
+the micro-batch gets no weight, on any replica, and the step is dealt anew. Every replica then hands out such a
+micro-batch, even one that has just joined and could not guess: a replica that all-reduces after each micro-batch must
+have as many as any other. The vote compares that.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from megaresume.stream.errors import StateError, UsageError
 
 
 class ReplicaSteps(DealtSteps):
-    """See above, and `DealtSteps`."""
+    """The steps of one replica, see `DealtSteps`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: whether a quorum was asked for, and its step is not decided.
+        #: whether a quorum was requested, and its step is not decided.
         self.is_asked = False
-        #: of the last step that was dealt.
+        #: the share in the last step that was dealt.
         self._last_share: Share | None = None
         self._ballot: Ballot | None = None
-        #: whether others make this step than made the last one, as far as this replica knows.
+        #: whether the members have changed since the last step, as far as this replica knows.
         self._is_new = False
-        #: the micro-batch that was handed out before the quorum was there, and as whose.
+        #: the micro-batch that was handed out before the quorum was known, and for which share.
         self._early: tuple[Share, Any] | None = None
 
     # The quorum
 
     def before_quorum(self) -> None:
-        """The quorum of the next step is asked for."""
+        """Note that the quorum of the next step is requested."""
         self.steps.check()
         self.steps.return_all()
         self.is_asked, self.share, self._ballot, self._early, self._lines = True, None, None, None, None
         self._step_begins()
 
     def settle(self) -> None:
-        """Wait for the quorum, deal its step, and begin the vote on it; once a step."""
+        """Wait for the quorum, deal its step, and begin the vote on it; once per step."""
         if self.share is not None or not self.is_asked:
             return
         size = self.samples
-        early, self._early = self._early, None  # now: our own all-reduces come here, too
+        early, self._early = self._early, None  # now: our own all-reduces also call this
         self.manager.wait_quorum()
         self._quorum_is_there()
         contributors, members, self.membership = self._see_members(size)
@@ -72,11 +72,11 @@ class ReplicaSteps(DealtSteps):
             self._count_early(*early, self.share)
 
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> None:
-        """Gradients, or whatever else: after the vote on the step has begun, on every replica."""
+        """Call `settle` before anything is all-reduced, so that the vote comes first on every replica."""
         self.settle_early()
 
     def settle_early(self) -> None:
-        """As `settle`, if a micro-batch is out that was handed out before the quorum was there."""
+        """Call `settle` if a micro-batch is out that was handed out before the quorum was known."""
         if self._early is not None:
             self.settle()
 
@@ -95,7 +95,7 @@ class ReplicaSteps(DealtSteps):
         )
 
     def _count_early(self, guess: Share, batch: Any, share: Share) -> None:
-        """The micro-batch that was handed out before the quorum was there is the first one of the step, or nothing."""
+        """Count the micro-batch handed out before the quorum was known as the first one of the step, or not at all."""
         if not self._is_new and guess == share:
             self._hand_out(batch)
             return
@@ -123,7 +123,7 @@ class ReplicaSteps(DealtSteps):
     # Micro-batches
 
     def batches(self) -> Iterator[Any]:
-        """The micro-batches of this process in the step whose quorum was asked for."""
+        """The micro-batches of this process in the step whose quorum was requested."""
         if not self.is_asked:
             raise StateError(
                 "no quorum was asked for this step",
@@ -155,7 +155,7 @@ class ReplicaSteps(DealtSteps):
             yield batch
 
     def _check_passed_over(self) -> None:
-        """A micro-batch without weight was handed out, and more of the step follow."""
+        """Check that a micro-batch without weight was not the step's last."""
         if not self.is_weighed:
             raise self.steps.fail(
                 UsageError(
@@ -170,7 +170,7 @@ class ReplicaSteps(DealtSteps):
         self.is_weighed = False
 
     def _hand_out(self, batch: Any) -> None:
-        """The next micro-batch of the step is this one."""
+        """Note that this is the next micro-batch of the step."""
         share = self.share
         assert share is not None
         self._weight = share.averaged * self._take(batch, share) / self.samples
@@ -192,21 +192,21 @@ class ReplicaSteps(DealtSteps):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the micro-batch that was handed out last is the last one of its step."""
+        """Whether the last micro-batch handed out ends its step."""
         if self._early is not None:
             guess, _ = self._early
             if len(guess.sizes(self.samples, self.loader.micro_batch_size)) > 1:
-                return False  # whatever the quorum is
+                return False  # for any quorum
             self.settle()
         return self.steps.is_whole
 
     # Whether the step counts
 
     def commit(self, should_commit: Callable[[], Any]) -> tuple[Share, int] | None:
-        """The step is trained: does it count?
+        """Decide whether a trained step counts.
 
         Returns:
-            what this process trained of it, and the membership; None if it does not count.
+            this process's share of it, and the membership; None if it does not count.
         """
         steps = self.steps
         self.settle_early()
@@ -228,17 +228,16 @@ class ReplicaSteps(DealtSteps):
         finally:
             self.is_asked, self.share, self._ballot = False, None, None
         if not is_committed:
-            self.members = ()  # whoever made it begins anew: some may not have heard what the others have
+            self.members = ()  # whoever did it begins anew: some may not have heard what the others have
             steps.return_all()
             return None
-        self.members = members  # also if it was healed just now: the others go on from this step
+        self.members = members  # even if it was just healed: the others continue from this step
         self._count_step("the step in which it joined")
         if membership is not None:
             self.membership = membership
         return share, self.membership
 
     def _log_vote(self, share: Share) -> None:
-        """Others wait for it only in the first step of a membership, whose number the first replica tells in its
-        vote."""
+        """Record a vote. Waits for others only in a membership's first step, for its number in the first one's vote."""
         assert self._ballot is not None
         self.log_vote(share, self._ballot.decide() if self._is_new else self.membership)

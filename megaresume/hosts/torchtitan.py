@@ -5,13 +5,13 @@
 
 Hooked on the Trainer, and on its CheckpointManager:
 
-    trainer.train        says that the run has come to its end
+    trainer.train        records the end of the run
     trainer.dataloader   the batches, epoch after epoch
-    checkpointer.load    the newest complete checkpoint, in place of the one with the highest number
-    checkpointer.save    called after every step, so a step was made; saved by the session: commit, lock, ledger
-    validator.validate   draws nothing from the generators of the training
+    checkpointer.load    the newest complete checkpoint, instead of the one with the highest number
+    checkpointer.save    called after every step, so a step was done; saved by the session: commit, lock, ledger
+    validator.validate   does not affect the generators of the training
 
-The data state is in torchtitan's own checkpoint, ``step-10``, where its dataloader's would be: one text, the same on
+The data state is in torchtitan's own checkpoint, ``step-10``, in place of its dataloader's: one text, the same on
 every rank, so that it loads on any number of ranks. See docs/torchtitan.md. Importing this does not import torchtitan.
 """
 
@@ -38,10 +38,10 @@ from megaresume.hosts.files import Background
 from megaresume.hosts.steps import Steps, loop_words
 from megaresume.hosts.trainer import Carried, Hook, TrainerHost, check_sizes, merge_trainer_settings, undrawn, write_all
 
-#: torchtitan's name of what a dataloader puts into a checkpoint, and its IGNORE_INDEX.
+#: torchtitan's key for the dataloader's state in a checkpoint, and its IGNORE_INDEX.
 DATALOADER, IGNORE = "dataloader", -100
 
-#: what is hooked, read or called of a Trainer and of its CheckpointManager.
+#: attributes that are hooked, read or called on a Trainer and its CheckpointManager.
 _OF_TRAINER = ("train", "dataloader", "parallel_dims")
 _OF_MANAGER = (
     *("load", "save", "_should_save", "dcp_save", "folder", "interval", "keep_latest_k", "states", "save_future"),
@@ -55,21 +55,21 @@ def attach(
     stop: StopConditions | None = None,
     metrics: Any = None,
 ) -> None:
-    """Give torchtitan's Trainer its data in an exact order, and its checkpoints the state of that data. See
+    """Give torchtitan's Trainer its data in an exact order, and add the state of that data to its checkpoints. See
     `megaresume.attach`.
 
-    The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config says
-    where and when it saves; ``checkpoint.keep_latest_k`` sets how many of the newest complete checkpoints to keep.
-    ``train()`` resumes from the newest complete one, on any number of ranks, or begins if there is none.
+    The data is the Trainer's own dataloader, which must be a `DataLoader` or a `StreamLoader`. torchtitan's config
+    determines where and when it saves; ``checkpoint.keep_latest_k`` sets how many of the newest complete checkpoints to
+    keep. ``train()`` resumes from the newest complete one, on any number of ranks, or starts afresh if there is none.
 
     Args:
-        trainer: torchtitan's Trainer, or of a class made from it.
-        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        trainer: torchtitan's Trainer, or an instance of a derived class.
+        checkpoints: what is kept besides the newest, how often a save is retried, and so on.
         stop: when to save and exit, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises on every rank:
-        UsageError: another dataloader; or a setting under which the data would be other data, by name.
+        UsageError: another dataloader; or a setting that would change the data, by name.
         CheckpointError: another job writes to the folder of the checkpoints.
     """
     TitanHost(trainer).attach(checkpoints, stop, metrics)
@@ -80,7 +80,7 @@ class CountedBatches:
 
     Args:
         steps: the micro-batches.
-        convert: turns each into the form that torchtitan trains: ``({"input": int64[m, S], ...}, labels)``.
+        convert: turns each into torchtitan's format: ``({"input": int64[m, S], ...}, labels)``.
     """
 
     def __init__(self, steps: Steps, convert: Callable[[Any], Any]) -> None:
@@ -90,11 +90,11 @@ class CountedBatches:
         return map(self.convert, self.steps.to_the_end())
 
     def close(self) -> None:
-        """Does nothing: there is no open file or worker to close."""
+        """Do nothing: there is no open file or worker."""
 
 
 class TitanHost(TrainerHost):
-    """See `TrainerHost`."""
+    """torchtitan's Trainer as a host, see `TrainerHost`."""
 
     package = "torchtitan"
     words = loop_words(trainer="the Trainer", name="trainer.dataloader", clock="trainer.train_step()")
@@ -168,7 +168,7 @@ class TitanHost(TrainerHost):
         mesh = trainer.parallel_dims.get_optional_mesh("batch")
         rank, ranks = (0, 1) if mesh is None else (mesh.get_local_rank(), mesh.size())
         batches = trainer.gradient_accumulation_steps
-        for name in ("num_pipeline_parallel_microbatches", "num_pp_microbatches"):  # since 0.3; after it
+        for name in ("num_pipeline_parallel_microbatches", "num_pp_microbatches"):  # since 0.3; later
             batches *= getattr(trainer, name, 1)
         sizes = feed.topology(0)
         size = (sizes.micro_batch_size or 0) * ranks * batches
@@ -190,7 +190,7 @@ class TitanHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         trainer, manager = self.trainer, self.manager
-        # What the manager decides by itself is the session's: when to save, what to keep.
+        # The session decides when to save and what to keep, not the manager.
         manager.keep_latest_k = 0
         manager.states[DATALOADER] = self._carried
         self._titans_save = manager.save
@@ -207,20 +207,20 @@ class TitanHost(TrainerHost):
         return found if validator is None else [*found, (validator, "validate", undrawn)]
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
-        """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
+        """See `Host`: what rank 0 writes last, after it has heard from all ranks that their files are written."""
         return [files.METADATA] if is_rank_0() else []
 
     def _train(self, train: Any) -> None:
-        """Train, save what the end of the data has left unsaved, and say that the run has come to its end."""
+        """Train, save what the end of the data left unsaved, and record the end of the run."""
         train()
-        if self.trainer.step > self.steps.step:  # the data has ended before a step that was begun
+        if self.trainer.step > self.steps.step:  # the data ended before a step that was begun
             self.trainer.step = self.steps.step
             if self.steps.step != self.session.settled_step:
                 self.save_now()
         self.end()
 
     def _load(self, load: Any, step: int = -1) -> bool:
-        """Resume from the newest complete checkpoint, or from that of ``step``; begin if there is none.
+        """Resume from the newest complete checkpoint, or from that of ``step``; start afresh if there is none.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
@@ -235,12 +235,12 @@ class TitanHost(TrainerHost):
         folder = self.folder
         if self.load_by(read, None if step == -1 else folder / torchtitan_tag(step), root=folder):
             return True
-        # Our records lie in the folder already, and torchtitan takes initial_load_path only if there is none.
+        # Our records are already in the folder, and torchtitan uses initial_load_path only if it does not exist.
         with replaced(self.manager, folder=str(records_dir(folder) / "none")):
             return bool(load(-1))
 
     def _save(self, save: Any, curr_step: int, last_step: bool = False) -> bool:
-        """A step was made. Save and commit, if it is time."""
+        """Note that a step was done. Save and commit, if it is time."""
         if not curr_step:  # a seed checkpoint
             return bool(save(curr_step, last_step))
         self.steps.stepped()
@@ -248,7 +248,7 @@ class TitanHost(TrainerHost):
         self.background.look()
         if not self.manager._should_save(curr_step, last_step):
             return False
-        if last_step and self.manager.last_save_model_only:  # no checkpoint to resume from
+        if last_step and self.manager.last_save_model_only:  # not a checkpoint to resume from
             self.settle()
             save(curr_step, last_step)
         else:
@@ -256,12 +256,12 @@ class TitanHost(TrainerHost):
         return True
 
     def save_now(self, *, last_step: bool = False) -> None:
-        """Save and commit the step that was made last."""
+        """Save and commit the last step."""
         step, manager = self.steps.step, self.manager
 
         def write(save: Save) -> None:
             self._carried.text = save.envelope.to_text()
-            # It saves, and the step that was made: one that is stopped before its first batch has been counted already.
+            # Force the save, for the step that was done: one stopped before its first batch has already been counted.
             with replaced(manager, interval=1), replaced(self.trainer, step=step):
                 write_all(save, files.dcp_errors()(lambda: self._titans_save(step, last_step)))
             future, manager.save_future = manager.save_future, None  # `settle` waits for it
@@ -272,11 +272,11 @@ class TitanHost(TrainerHost):
 
 
 def _as_it_is(batch: Any) -> Any:
-    """A `DataLoader` gives what its ``collate_fn`` has made."""
+    """A `DataLoader`'s batch unchanged, as its ``collate_fn`` made it."""
     return batch
 
 
 def _of_stream(batch: Any, *, positions: bool) -> tuple[dict[str, Any], Any]:
-    """A batch of a `StreamLoader`: labels that are not to be trained are torchtitan's IGNORE_INDEX."""
+    """A batch of a `StreamLoader`, with torchtitan's IGNORE_INDEX as untrained labels."""
     inputs = {"input": batch["tokens"]} | ({"positions": batch["position_ids"]} if positions else {})
     return inputs, batch["labels"].masked_fill(batch["loss_mask"] == 0, IGNORE)

@@ -1,11 +1,11 @@
 """`TrainerHost`: a trainer of another library as the host of a `Session`, declared.
 
-A trainer is one class in one file: what it is called, which of its settings are refused, where it saves, what it
-trains, which of its methods carry its data. What is the same under all of them is here:
+A trainer is one class in one file: its name, its refused settings, where it saves, its data, and which of its methods
+handle the data. What is the same for all trainers is here:
 
     attach()    check -> settings -> feed -> open() -> begin() -> hooks
     open()      Steps, the one Count; the session, started
-    iteration(), samples(), topology()               the answers that `Host` asks for, from the count
+    iteration(), samples(), topology()               the answers required by `Host`, from the count
     load_by(), write_all(), carried(), resumed()     a load, and a save, by the trainer's own methods
 
 docs/hosts.md builds one.
@@ -48,46 +48,46 @@ from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
 
-#: (whose, name of a method, what is called in its place: it is given the method before its arguments).
+#: (object, name of a method, function called instead: it gets the method before its arguments).
 Hook = tuple[Any, str, Callable[..., Any]]
 
 
 class TrainerHost(Host):
-    """See above.
+    """The base of all hosts of trainers.
 
     A host must have: ``package``, ``words``, ``forgotten``, ``load``, ``begin_anew``, `check`, `settings`, `feed`,
-    `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute of that name. It may have:
+    `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute with that name. It may have:
     `check_first_save`, `kept`, `expected_files`, `Host.committed`, ``background``.
 
     Its hooks must call
-        steps.stepped()                      after an optimizer step, or `steps.check_step()` before it as well
-        steps.compare(step)                  where the trainer counts steps by itself
-        save_by(directory, write, tag=...)   in place of the trainer's save; ``write`` calls the trainer's own by
-                                             `write_all`, and puts `carried(save)` into what it saves: the state must
-                                             lie in the file of the weights, as an entry of it, or as an object that
-                                             the trainer asks for its state (`Carried`)
-        load_by(read)                        in place of its load; ``read`` loads `choice.tag_dir` and returns
-                                             `resumed(...)` of what `carried` gave
+        steps.stepped()                      after an optimizer step, or also `steps.check_step()` before it
+        steps.compare(step)                  if the trainer counts steps itself
+        save_by(directory, write, tag=...)   instead of the trainer's save; ``write`` calls the trainer's own by
+                                             `write_all`, and adds `carried(save)` to what it saves: the state must be
+                                             in the file with the weights, as an entry of it, or as an object that the
+                                             trainer asks for its state (`Carried`)
+        load_by(read)                        instead of its load; ``read`` loads `choice.tag_dir` and returns
+                                             `resumed(...)` for the result of `carried`
         end()                                when the trainer has trained all it wanted
 
     Args:
-        trainer: of which it is the host.
+        trainer: the object of the library.
     """
 
     #: the distribution whose version is recorded.
     package: str
-    #: for errors: see `Words`.
+    #: words in errors: see `Words`.
     words: ClassVar[Words] = loop_words()
     #: the count of what it has trained, and its session: set by `open`.
     steps: Steps
     session: Session
-    #: the writer of checkpoints that go to disk while training continues; None if there is none.
+    #: the writer of checkpoints that are written while training continues; None if there is none.
     background: Background | None = None
     #: whether `check_first_save` was called.
     is_save_checked = False
-    #: whether a scheduler was stepped after a save, which is said once.
+    #: whether a scheduler was stepped after a save, which is reported once.
     is_scheduler_late = False
-    #: whether files are written or read. torch then makes the state of an optimizer by a step that changes nothing.
+    #: whether files are being written or read: torch then creates an optimizer's state by a step without effect.
     is_at_files = False
 
     def __init__(self, trainer: Any) -> None:
@@ -96,14 +96,14 @@ class TrainerHost(Host):
     # What a trainer declares
 
     def check(self) -> None:
-        """Refuse an object that is no such trainer, and settings that would change the data. On every rank.
+        """Refuse an object that is not such a trainer, and settings that would change the data. On every rank.
 
         Raises:
-            UsageError: naming it, and the way out: see `check_new` and `refuse`.
+            UsageError: names it, and what to do instead: see `check_new` and `refuse`.
         """
 
     def check_processes(self) -> None:
-        """Refuse processes of which each trains by itself, as this trainer counts them: see `check_together`."""
+        """Refuse several processes that would each train separately, by this trainer's count: see `check_together`."""
         check_together(
             world_size(),
             "in torch.distributed",
@@ -117,7 +117,7 @@ class TrainerHost(Host):
         return check_checkpoints(given)
 
     def feed(self) -> Feed:
-        """The batches that the trainer is to train. On every rank."""
+        """The batches for the trainer. On every rank."""
         raise NotImplementedError
 
     @property
@@ -126,30 +126,31 @@ class TrainerHost(Host):
         return self.trainer.device
 
     def begin(self) -> None:
-        """The session is open: put our batches in place of the trainer's."""
+        """Replace the trainer's batches by ours, once the session is open."""
 
     def hooks(self) -> Iterable[Hook]:
-        """The methods of this trainer, and of what belongs to it, that carry its data."""
+        """The methods of this trainer, and of its parts, that handle its data."""
         return ()
 
     def check_first_save(self) -> None:
-        """Before the first save of a start: refuse, or warn of, what its checkpoint would not restore. Collective."""
+        """Before the first save of a start, refuse or warn about what its checkpoint would not restore. Collective."""
 
     def kept(self) -> Sequence[Any]:
-        """What a checkpoint holds besides models and optimizers, if a loop of the user's own steps a scheduler in it:
-        see `check_schedulers`."""
+        """What a checkpoint contains besides models and optimizers, if a user's own loop steps a scheduler in it: see
+        `check_schedulers`.
+        """
         return ()
 
     def save_now(self) -> Any:
-        """Save, since the run is to stop."""
+        """Save because the run is to stop."""
 
     # The same for all
 
     def attach(self, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None) -> None:
-        """Attach it. Collective.
+        """Attach the trainer. Collective.
 
         Args:
-            checkpoints: as they were given.
+            checkpoints: as given.
             stop: when to save and exit.
             metrics: sinks of live figures; None: no figures.
 
@@ -164,13 +165,13 @@ class TrainerHost(Host):
         self.put_hooks()
 
     def watch(self, optimizers: Iterable[Any], *, once: bool = False) -> None:
-        """Report each step of these optimizers. A loop of the user's own may save after an optimizer step and before
-        the call that counts it: the micro-batches that are out are in the weights then. See `Steps.changed`.
+        """Report each step of these optimizers, as a user's own loop may save between an optimizer step and the call
+        that counts it: then the micro-batches that are out are in the weights. See `Steps.changed`.
 
         Args:
-            optimizers: those that are not torch's are left out.
-            once: refuse two steps of one of them for the same micro-batches, see `Steps.steps_by`. ZeRO makes one for
-                each group of parameters.
+            optimizers: those that are not torch's are ignored.
+            once: refuse two steps of one of them for the same micro-batches, see `Steps.steps_by`. ZeRO does one for
+                each parameter group.
         """
         entered: set[Any] = set()
 
@@ -192,7 +193,7 @@ class TrainerHost(Host):
                 optimizer.register_step_post_hook(changed)
 
     def put_hooks(self) -> None:
-        """Hook its methods, and note that it is attached."""
+        """Hook the trainer's methods, and mark it as attached."""
         for owner, name, function in self.hooks():
             hook(owner, name, function)
         setattr(self.trainer, SLOT, self)
@@ -200,11 +201,11 @@ class TrainerHost(Host):
     def open(
         self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
     ) -> None:
-        """Begin to count, and start the session. Collective.
+        """Start counting, and start the session. Collective.
 
         Raises, on every rank:
-            UsageError: the loaders are not those of all ranks.
-            StateError: they have other data, or make other steps.
+            UsageError: the loaders are for other ranks.
+            StateError: their data or their steps differ.
             CheckpointError: another job writes to the directory.
             SetupError: directories or clocks differ between nodes.
         """
@@ -218,12 +219,12 @@ class TrainerHost(Host):
             atexit.register(self.background.look_at_exit)
 
     def note_loss(self, loss: Any, *, is_scaled: bool = False) -> None:
-        """A micro-batch has this loss: see `StepNumbers.loss`."""
+        """Report the loss of a micro-batch: see `StepNumbers.loss`."""
         if self.session.meter is not None:
             self.session.meter.steps.loss(loss, is_scaled=is_scaled)
 
     def note_norm(self, norm: Any) -> None:
-        """The gradients of the step have this norm: likewise."""
+        """Report the norm of the step's gradients: see `StepNumbers.norm`."""
         if self.session.meter is not None:
             self.session.meter.steps.norm(norm)
 
@@ -237,7 +238,7 @@ class TrainerHost(Host):
         self.settle()
         self.session.close()
         if self.background is not None:
-            atexit.unregister(self.background.look_at_exit)  # which would keep what was trained until then
+            atexit.unregister(self.background.look_at_exit)  # which would keep what was trained alive until then
 
     def iteration(self) -> int:
         """See `Host`."""
@@ -262,21 +263,21 @@ class TrainerHost(Host):
 
     @property
     def save_dir(self) -> Path:
-        """The directory where the run saves: `settings` makes sure that it is known."""
+        """The directory where the run saves: `settings` ensures that it is known."""
         save_dir = self.session.roots.save_dir
         assert save_dir is not None
         return save_dir
 
     def carried(self, save: Save) -> dict[str, Any]:
-        """The members of a checkpoint besides the weights, by plain names: data state, optimizer steps, samples."""
+        """Our entries in a checkpoint besides the weights, under plain names: data state, optimizer steps, samples."""
         return {"data": save.envelope.to_text(), "step": self.steps.step, "samples": self.steps.samples}
 
     def resumed(self, carried: Mapping[str, Any]) -> Restored:
-        """From what `carried` gave, which was read with the weights."""
+        """The result for what `carried` returned, read back with the weights."""
         return self.resumed_at(carried["step"], carried["samples"], Envelope.read(carried["data"]))
 
     def resumed_at(self, step: int, samples: int | None, envelope: Envelope | None, result: Any = None) -> Restored:
-        """The weights of so many steps and samples were read, and what lay with them.
+        """The result of reading weights and our state.
 
         Args:
             step, samples: by the trainer's own count; None: it counts no samples.
@@ -295,12 +296,12 @@ class TrainerHost(Host):
         root: Path | None = None,
         pick: Pick | None = None,
     ) -> Any:
-        """`Session.load`; nothing more is trained if it fails.
+        """`Session.load`; if it fails, nothing more is trained.
 
         Args:
-            read: the files of this rank; is also given how the run was laid out when it saved; None if not known.
-            tag_dir: exactly this checkpoint; None: the newest complete one, or what ``pick`` says.
-            root: that it is looked for in; None: where the run saves.
+            read: reads the files of this rank; also gets the layout of the run when it saved; None if unknown.
+            tag_dir: exactly this checkpoint; None: the newest complete one, or that of ``pick``.
+            root: the checkpoint root; None: where the run saves.
             pick: decides what to load: see `Session.choose`.
         """
         session = self.session
@@ -316,12 +317,12 @@ class TrainerHost(Host):
     def save_by(
         self, save_dir: str | os.PathLike[str], write: Callable[[Save], Any], *, tag: str, **kwargs: Any
     ) -> Any:
-        """`Session.save`, unless it is asked for within a step.
+        """`Session.save`, refused within a step.
 
         Args:
-            save_dir, write, more: see `Session.save`.
-            tag: name of the directory. If the trainer gives its checkpoints a name that `names.USUAL_TAGS` does not
-                have, add a row there: ``megaresume inspect`` then tells the step from a bare directory.
+            save_dir, write, kwargs: see `Session.save`.
+            tag: name of the directory. If the trainer's names for checkpoints are not in `names.USUAL_TAGS`, add a row
+                there: then ``megaresume inspect`` knows the step of a bare directory.
 
         Raises, on every rank:
             StateError: see `Count.check_save`.
@@ -342,26 +343,26 @@ class TrainerHost(Host):
 
 
 class Carried:
-    """The data state in a checkpoint of a trainer's, as an object that it asks for its state."""
+    """The data state in a trainer's checkpoint, as an object that the trainer asks for its state."""
 
-    #: its name there.
+    #: its key there.
     KEY = "megaresume"
 
     def __init__(self) -> None:
-        #: of the save that begins, or the load that ended: see `Envelope.to_text`.
+        #: from the save that begins, or the load that ended: see `Envelope.to_text`.
         self.text = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """The member to save; before a load, the member to look for."""
+        """The entry to save; before a load, the entry to look for."""
         return {self.KEY: self.text}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the member that a load found; a state that megaresume did not write has none."""
+        """Take the entry found by a load; a checkpoint that megaresume did not write has none."""
         self.text = str(state.get(self.KEY, ""))
 
 
 def write_all(save: Save, write: Callable[[], T]) -> T:
-    """Write the files of this rank of a save; if that fails on one rank, every rank raises, in our words."""
+    """Write the files of this rank in a save; if that fails on one rank, every rank raises, with our explanation."""
 
     def write_files() -> T:
         with writing(save.tag_dir):
@@ -373,7 +374,7 @@ def write_all(save: Save, write: Callable[[], T]) -> T:
 def open_session(
     host: TrainerHost, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None, metrics: Any
 ) -> Session:
-    """The session of a host, started: see `TrainerHost.open`."""
+    """Create and start the session of a host: see `TrainerHost.open`."""
     on_all_ranks(host.check_processes)
     check_shares(feed)
     rank, device = feed.loader.dp_rank, host.device
@@ -404,15 +405,15 @@ def undrawn(evaluate: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def check_together(known: int, where: str, *, cause: str, action: str) -> None:
-    """Refuse processes that were started together, and of which each would train by itself.
+    """Refuse processes that were started together, but would each train separately.
 
     Args:
-        known: processes that train together, as the trainer counts them.
-        where: it says so.
+        known: number of processes that train together, by the trainer's count.
+        where: the source of that number.
         cause, action: for the error.
 
     Raises:
-        UsageError: the process group, or before there is one the launcher, has more.
+        UsageError: the process group is larger, or without one, the launcher started more.
     """
     has_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     started = world_size() if has_group else int(os.environ.get("WORLD_SIZE") or 1)
@@ -433,13 +434,13 @@ def check_sizes(
 
     Args:
         feed: of the loader.
-        loader, trainer: what they are called, for errors.
-        sizes: by name, that of the loader, that of the trainer, and what makes the two equal.
+        loader, trainer: their names in errors.
+        sizes: name -> the loader's, the trainer's, and what makes both equal.
         layout: of the trainer, for errors.
         length: its setting for the length of the run.
 
     Raises:
-        UsageError: naming the first; or the data may end with a short step, which no such trainer can train.
+        UsageError: names the first one; or the data may end with a short step, which no such trainer can train.
     """
     if isinstance(feed.loader, DataLoader):
         feed.loader.ends_elsewhere = True
@@ -459,8 +460,8 @@ def check_whole_steps(feed: Feed, trainer: str, length: str) -> None:
 
     Args:
         feed: of the loader.
-        trainer: that cannot train it, for the error.
-        length: how else the length of the run is said.
+        trainer: cannot train it; named in the error.
+        length: other ways to set the length of the run.
 
     Raises:
         UsageError: it may.
@@ -482,15 +483,15 @@ def merge_trainer_settings(
     save_dir: tuple[str, Any],
     keep_last: tuple[str, Any],
 ) -> Checkpoints:
-    """The settings under a trainer that says by itself where it saves, and how many checkpoints it keeps.
+    """The settings for a trainer that itself determines where it saves, and how many checkpoints it keeps.
 
     Args:
-        checkpoints: with neither of the two.
-        trainer: what it is called, for the error.
-        save_dir, keep_last: name and value of its own setting.
+        checkpoints: without these two settings.
+        trainer: its name in the error.
+        save_dir, keep_last: name and value of its own settings.
 
     Raises:
-        UsageError: one of them was given here as well.
+        UsageError: one of them was also given here.
     """
     own = {
         "save_dir": (f"{trainer} saves to its own {save_dir[0]}, {save_dir[1]!r}", save_dir[0]),
@@ -512,10 +513,10 @@ _ACTION = "Checkpoints(save_dir='checkpoints'); a checkpoint of any writer loads
 
 
 def check_checkpoints(checkpoints: Checkpoints, trainer: str = "a loop", action: str = _ACTION) -> Checkpoints:
-    """The settings under a trainer that leaves to us where it saves.
+    """The settings for a trainer that leaves it to us where it saves.
 
     Args:
-        checkpoints: as they were given.
+        checkpoints: as given.
         trainer, action: for the error.
 
     Raises:

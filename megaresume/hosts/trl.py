@@ -1,25 +1,25 @@
-"""TRL's asynchronous GRPO: each prompt trained exactly once, however rollouts end and wherever the run is killed.
+"""TRL's asynchronous GRPO: each prompt trained exactly once, however rollouts end and whenever the run is killed.
 
     trainer = AsyncGRPOTrainer(...)
     megaresume.attach(trainer)
     trainer.train(resume_from_checkpoint=...)
 
-TRL's worker reads the dataset in a process of its own, from the lowest prompt that is not trained; a group that was
-dropped because it was stale holds that back forever, so that a resume trains again what came after it (TRL#7274). Here
-the training process issues the prompts, one at a time as the worker asks for them, and knows of each rollout until a
-step has trained it:
+TRL's worker reads the dataset in a separate process, from the lowest prompt that is not trained; a group that was
+dropped as stale blocks that forever, so that a resume repeats what came after it (TRL#7274). With this host, the
+training process issues the prompts, one at a time when the worker asks for them, and keeps account of each rollout
+until a step has trained it:
 
-    worker's process     `IssuedRows`, in place of the dataset: asks for the next prompt over a socket
-                         `ExactLoop`: its loop, whose samples carry ordinal, ticket, rollout, and rows of that rollout
-    main process         rollout_queue.get: is the sample wanted? else dropped, or requeued if it is stale
+    worker's process     `IssuedRows`, instead of the dataset: asks for the next prompt over a socket
+                         `ExactLoop`: its loop, whose samples have ordinal, ticket, rollout, and rows of that rollout
+    main process         rollout_queue.get: is the sample wanted? if not, it is dropped, or requeued if stale
                          the collator: which rollouts are in a micro-batch
                          training_step, then on_step_end: they are trained
                          _save_checkpoint: ``prompts.json``, in the checkpoint's directory, before TRL writes there
-                         train: True is the newest checkpoint that is whole
+                         train: True means the newest complete checkpoint
                          _inner_training_loop: the state of the checkpoint that TRL loads
 
-TRL generates whole groups: of a group that was trained in part, the rollouts that are trained already are not used
-again. See docs/rl.md.
+TRL generates whole groups: if a group was partly trained, the rollouts that are already trained are not used again. See
+docs/rl.md.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from megaresume.stream.in_flight import STALE, OnStale
 log = logging.getLogger(__name__)
 
 _OTHER = "load another checkpoint; or start from its weights as a new model"
-#: the key of a micro-batch's number.
+#: key for the number of a micro-batch.
 BATCH = "megaresume_batch"
 
 
@@ -64,7 +64,7 @@ class IssuedRows:
 
     Args:
         address: of its socket.
-        key: that lets in.
+        key: authenticates the connection.
     """
 
     def __init__(self, address: Any, key: bytes) -> None:
@@ -77,7 +77,7 @@ class IssuedRows:
                 yield connection.recv()
 
     def lost(self, ordinal: int, ticket: str, rollouts: list[int]) -> None:
-        """These rollouts have no token to train."""
+        """Report rollouts that have no token to train."""
         with Client(self._address, authkey=self._key) as connection:
             connection.send((ordinal, ticket, rollouts))
             connection.recv()
@@ -85,17 +85,17 @@ class IssuedRows:
 
 @dataclass(slots=True)
 class Sample(RolloutSample):
-    """A row of a rollout, which says of which."""
+    """A row of a rollout, which knows its rollout."""
 
     ordinal: int = -1
     ticket: str = ""
     rollout: int = -1
-    #: of its rollout.
+    #: number of rows of its rollout.
     rows: int = 1
 
 
 class ExactLoop(_AsyncRolloutLoop):
-    """TRL's, whose groups are prompts that were issued."""
+    """TRL's loop, with issued prompts as groups."""
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
         self._prompts: dict[int, tuple[int, str]] = {}
@@ -134,14 +134,14 @@ class GroupMember(int):
 
     @classmethod
     def of(cls, sample: Sample) -> GroupMember:
-        """Of a sample."""
+        """The group member of a sample."""
         member = cls(sample.ordinal)
         member.rollout, member.rows = sample.rollout, sample.rows
         return member
 
 
 class Arrivals:
-    """The queue of samples, in place of TRL's: those that are to be trained.
+    """The queue of samples to be trained, in place of TRL's.
 
     Args:
         trainer: TRL's.
@@ -152,7 +152,7 @@ class Arrivals:
     def __init__(self, trainer: Any, prompts: Prompts, *, requeues: bool) -> None:
         self._trainer, self._prompts, self._queue = trainer, prompts, trainer.rollout_queue
         self._requeues = requeues
-        #: of rollouts of which some rows are there: whether they are wanted, and rows that are still to come.
+        #: for rollouts with only some rows received: whether they are wanted, and the number of rows still to come.
         self._begun: dict[tuple[int, int], tuple[bool, int]] = {}
 
     def qsize(self) -> int:
@@ -160,7 +160,7 @@ class Arrivals:
         return int(self._queue.qsize())
 
     def get(self, timeout: float) -> Any:
-        """The next sample that is wanted. Raises queue.Empty: none came in this time."""
+        """The next wanted sample. Raises queue.Empty: none came in this time."""
         while True:
             sample = self._queue.get(timeout=timeout)
             if self._is_wanted(sample):
@@ -180,7 +180,7 @@ class Arrivals:
         return wanted
 
     def _is_fresh(self, sample: Sample) -> bool:
-        """Whether TRL would train it. It asks when a sample leaves the queue: what it has then, it trains."""
+        """Whether TRL would train it. TRL decides when a sample leaves the queue, and trains all that it accepts."""
         trainer = self._trainer
         if trainer.model_version - sample.model_version <= trainer.args.max_staleness:
             return True
@@ -190,7 +190,7 @@ class Arrivals:
 
 
 class TrainedRollouts(TrainerCallback):
-    """The rollouts that the step has trained.
+    """Counts the rollouts that a step has trained.
 
     Args:
         trainer: TRL's.
@@ -223,7 +223,7 @@ class TrainedRollouts(TrainerCallback):
     def _train(self, train: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         number = int(inputs.pop(BATCH)[0])
         result = train(model, inputs, *args, **kwargs)
-        self._step += self._made.pop(number, ())  # none on other ranks than the main one
+        self._step += self._made.pop(number, ())  # none on ranks other than the main one
         return result
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -253,7 +253,7 @@ class Issuer:
 
     @property
     def dataset(self) -> IssuedRows:
-        """For the worker."""
+        """The dataset for the worker."""
         return IssuedRows(self._listener.address, self._key)
 
     def _accept(self) -> None:
@@ -285,21 +285,21 @@ def attach(
     """Give TRL's asynchronous GRPO each prompt exactly once. On every rank, before ``trainer.train``. See
     `megaresume.attach`.
 
-    Dataset, generations, staleness and seed (``data_seed``, or ``seed``) are TRL's, which also says where and when it
-    saves. ``num_train_epochs`` counts prompts that are trained.
+    Dataset, generations, staleness and seed (``data_seed``, or ``seed``) are TRL's, which also determines where and
+    when it saves. ``num_train_epochs`` counts trained prompts.
 
     Args:
         trainer: an ``AsyncGRPOTrainer``.
         append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
-        on_stale: a rollout older than ``max_staleness``: ``requeue`` its prompt, or ``drop`` it, as TRL does.
+        on_stale: for a rollout older than ``max_staleness``: ``requeue`` its prompt, or ``drop`` it, as TRL does.
         ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``output_dir``.
 
     Returns:
-        the prompts; None on other ranks than the main one.
+        the prompts; None on ranks other than the main one.
 
     Raises:
-        UsageError: another worker than TRL's own, a streaming dataset, another ``on_stale``, processes of which each
-            would train by itself, or it is attached already.
+        UsageError: a worker other than TRL's own, a streaming dataset, an unknown ``on_stale``, processes that would
+            each train separately, or already attached.
     """
     needed = ("rollout_worker", "rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop")
     check_new(
@@ -310,7 +310,7 @@ def attach(
         expected="an AsyncGRPOTrainer; that of TRL 1.16.0 was tried",
     )
     check_processes(trainer)
-    hook(trainer, "train", functools.partial(_choose, trainer))  # on every rank: all load the same one
+    hook(trainer, "train", functools.partial(_choose, trainer))  # on every rank, as all load the same one
     if not trainer.accelerator.is_main_process:
         hook(trainer, "training_step", _without_number)
         return None
@@ -350,7 +350,7 @@ def _choose(trainer: Any, train: Any, resume_from_checkpoint: Any = None, *args:
 
 
 def _start(trainer: Any, prompts: Prompts, start: Any) -> None:
-    # What TRL has read of its own position: prompts are counted here.
+    # TRL's own position is not used: prompts are counted here.
     trainer.rollout_worker._loop_kwargs["dataset_start_index"] = 0
     trainer._groups_before_resume = prompts.num_settled
     start()
@@ -367,18 +367,18 @@ def _train(trainer: Any, prompts: Prompts, train: Any, *args: Any, **kwargs: Any
         prompts.load_state_dict(_read(Path(os.fspath(found))))
         log.info("megaresume: %d prompts in flight are issued again", len(prompts.in_flight))
     else:
-        # Here, so that what is refused is raised in the trainer, and not in the thread that a worker asks.
+        # Here, so that a refusal is raised in the trainer, and not in the thread that serves a worker.
         prompts.begin(is_saved=any(Path(trainer.args.output_dir).glob("checkpoint-*/trainer_state.json")))
     return train(*args, **kwargs)
 
 
 def newest_whole(output_dir: Path) -> str | None:
-    """The newest checkpoint whose save ended: the Trainer writes ``trainer_state.json`` last. None: there is none."""
+    """The newest complete checkpoint: the Trainer writes ``trainer_state.json`` last. None: there is none."""
     found = {int(path.name.rpartition("-")[2]): path for path in output_dir.glob("checkpoint-*[0-9]")}
     for step in sorted(found, reverse=True):
         try:
             _read(found[step])
-        except (FileNotFoundError, ValueError, KeyError):  # of the Trainer's own file
+        except (FileNotFoundError, ValueError, KeyError):  # from the Trainer's own file
             log.warning("megaresume: %s is incomplete, its save was killed: passed over", found[step].name)
         else:
             return str(found[step])

@@ -3,15 +3,15 @@
     megaresume.attach(sft_trainer.SFTTrainer)
     sft_trainer.main()
 
-VeRL computes its epoch from the step number and today's batch size. So to it the whole run is one epoch: a ``for`` goes
-from where the run is to its end, and is longer than the run is.
+VeRL computes its epoch from the step number and the current batch size. So for VeRL the whole run is one epoch: a
+``for`` goes from the current position to the run's end, and its length is that of the run.
 
-`VerlHost`: the supervised trainer. The data state is in ``global_step_10``, in the file where VeRL puts that of its
+`VerlHost`: the supervised trainer. The data state is in ``global_step_10``, in the file with the state of VeRL's
 loader. Hooked on the instances:
 
-    ckpt_handler.load_checkpoint    what ``resume_mode`` says; begins if there is nothing
+    ckpt_handler.load_checkpoint    loads according to ``resume_mode``; starts afresh if there is nothing
     ckpt_handler.save_checkpoint    saved by the session: commit, lock, ledger, retention
-    training_client.train_batch     a step is made
+    training_client.train_batch     a step is done
     trainer.fit                     the end of the run
 
 See docs/verl.md. Importing this does not import VeRL.
@@ -43,7 +43,7 @@ from megaresume.hosts.verl_issued import end_of_run
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CheckpointError, UsageError
 
-#: the file of the loader's state, and what of ours is in place of torchdata's.
+#: the file of the loader's state, and our key in place of torchdata's.
 FILE, KEY = "data_0.pt", Carried.KEY
 
 _SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
@@ -52,27 +52,27 @@ _SHARD = re.compile(r"model_world_size_([0-9]+)_rank_[0-9]+\.pt")
 def attach(
     trainer: Any, *, append: Append | None = None, checkpoints: Checkpoints = Checkpoints(), metrics: Any = None
 ) -> None:
-    """Give VeRL's supervised trainer its data in an exact order, and its checkpoints the state of that data. See
+    """Give VeRL's supervised trainer its data in an exact order, and add the state of that data to its checkpoints. See
     `megaresume.attach`.
 
-    Dataset, batch size, workers and seed are those of VeRL's config, which also says where and when it saves, and how
-    many checkpoints it keeps. With ``resume_mode=auto`` it resumes from the newest complete checkpoint.
+    Dataset, batch size, workers and seed are those of VeRL's config, which also determines where and when it saves, and
+    how many checkpoints it keeps. With ``resume_mode=auto`` it resumes from the newest complete checkpoint.
 
     Args:
-        trainer: VeRL's ``SFTTrainer``, or of a class made from it.
+        trainer: VeRL's ``SFTTrainer``, or an instance of a derived class.
         append: what a resume does if the dataset has grown: see `megaresume.DataLoader`.
-        checkpoints: what is kept besides the newest, how often a save is tried, and so on.
+        checkpoints: what is kept besides the newest, how often a save is retried, and so on.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
 
     Raises, on every rank:
-        UsageError: a setting under which the data would be other data, by name; or attached already.
+        UsageError: a setting that would change the data, by name; or already attached.
         CheckpointError: another job writes to ``default_local_dir``.
     """
     VerlHost(trainer, append).attach(checkpoints, metrics=metrics)
 
 
 class CountedBatches(Carried):
-    """Those of this rank, and the text that a checkpoint has of them.
+    """The batches of this rank, and our text about them in a checkpoint.
 
     Args:
         steps: the micro-batches, of `ItemFeed`.
@@ -82,12 +82,12 @@ class CountedBatches(Carried):
     def __init__(self, steps: Steps, epochs: int) -> None:
         super().__init__()
         self.steps, self._loader, self._epochs = steps, steps.feed.loader, epochs
-        #: steps at the end of the data; with `end`, since the start of the run.
+        #: number of the last step, counted since the start of the run; set by `end`.
         self.total = 0
         self.end()
 
     def end(self) -> None:
-        """Count, from where the run is, how many steps its epochs have."""
+        """Count the steps of the run's epochs, from the current position."""
         loader = self._loader
         loader.stop = end_of_run(loader, self._epochs)
         self.total = self.steps.step + (loader.stop - loader.samples) // loader.step_samples
@@ -100,7 +100,7 @@ class CountedBatches(Carried):
 
 
 class VerlHost(TrainerHost):
-    """See `TrainerHost`.
+    """VeRL's supervised trainer as a host, see `TrainerHost`.
 
     Args:
         trainer: VeRL's ``SFTTrainer``.
@@ -181,7 +181,7 @@ class VerlHost(TrainerHost):
     def begin(self) -> None:
         """See `TrainerHost`."""
         trainer = self.trainer
-        # Retention is the session's: what VeRL deletes, it deletes before the newer one is complete.
+        # Retention is the session's: VeRL would delete before the newer checkpoint is complete.
         trainer.ckpt_handler.max_ckpt_to_keep = None
         self.batches = CountedBatches(self.steps, trainer.config.trainer.total_epochs)
         trainer.train_dataloader = trainer.ckpt_handler.train_dataloader = self.batches
@@ -197,7 +197,7 @@ class VerlHost(TrainerHost):
         ]
 
     def _load(self, load: Any) -> Any:
-        """Resume from what ``resume_mode`` says; begin if there is nothing.
+        """Resume according to ``resume_mode``; start afresh if there is nothing.
 
         Raises, on every rank:
             CheckpointError, StateError: see `Session.load`.
@@ -219,7 +219,7 @@ class VerlHost(TrainerHost):
         on_all_ranks(lambda: _check_ranks(choice.tag_dir))
         with replaced(self.trainer.ckpt_handler, resume_mode="resume_path", resume_from_path=str(choice.tag_dir)):
             result = load()
-        # Its own way to read the loader's state continues without one, and by the name of today's rank.
+        # VeRL's own way to read the loader's state continues without one, and uses the current rank in the name.
         state = torch.load(choice.tag_dir / FILE, map_location="cpu", weights_only=True)
         envelope, step = Envelope.read(state[KEY]), tag_iteration(choice.tag)
         assert step is not None
@@ -243,7 +243,7 @@ class VerlHost(TrainerHost):
 
 
 def _check_ranks(tag_dir: Path) -> None:
-    """Raise a CheckpointError for weights that VeRL cannot read on these ranks: its FSDP saves one file for each."""
+    """Raise a CheckpointError for weights that VeRL cannot read on these ranks: its FSDP saves one file per rank."""
     sizes = {int(match[1]) for path in tag_dir.iterdir() if (match := _SHARD.fullmatch(path.name))}
     if sizes and world_size() not in sizes:
         raise CheckpointError(

@@ -1,10 +1,10 @@
-"""The prompts of VeRL's reinforcement learning, instead of torchdata's ``StatefulDataLoader``.
+"""The prompts of VeRL's reinforcement learning, in place of torchdata's ``StatefulDataLoader``.
 
-    uid_of              the name of a prompt in VeRL, which draws one at random: its ordinal and ticket
-    `SavedPrompts`      what VeRL saves as ``data.pt``, and ``prompts.json`` beside it
-    `IssuedPrompts`     the same, and the batches that are iterated over
-    settle_batch        a step has trained a batch, of prompts that were issued
-    settle_groups       a step has trained groups, which are known by their uid
+    uid_of              the name of a prompt in VeRL, instead of a random one: its ordinal and ticket
+    `SavedPrompts`      what VeRL saves as ``data.pt``, with ``prompts.json`` beside it
+    `IssuedPrompts`     the same, with the batches that are iterated over
+    settle_batch        a step has trained a batch of issued prompts
+    settle_groups       a step has trained groups, identified by their uid
 
 Importing this does not import VeRL.
 """
@@ -22,12 +22,12 @@ from megaresume.hosts.prompts import Prompt, Prompts, write_state
 from megaresume.hosts.trainer import Carried
 from megaresume.stream.errors import StateError
 
-#: what of ours is in place of torchdata's state.
+#: our key in place of torchdata's state.
 KEY = Carried.KEY
 
 
 class SavedPrompts:
-    """The account, as VeRL saves and loads what it takes for its dataloader.
+    """The account of prompts, which VeRL saves and loads as if it were its dataloader.
 
     Args:
         trainer: VeRL's.
@@ -41,17 +41,17 @@ class SavedPrompts:
 
     @property
     def step(self) -> int:
-        """Of the checkpoint that is saved or loaded."""
+        """The step of the checkpoint that is saved or loaded."""
         return int(self.trainer.global_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """What VeRL saves as ``data.pt``, when the weights are saved."""
+        """The content of ``data.pt``, when the weights are saved."""
         step = self.step
         directory = Path(self.trainer.config.trainer.default_local_dir, f"global_step_{step}")
         return {KEY: write_state(self.prompts, directory, step), "step": step}
 
     def load_state_dict(self, state: Any) -> None:
-        """What VeRL has found there.
+        """Load what VeRL found there.
 
         Raises:
             StateError: it was not written by megaresume, or is from another step or other prompts.
@@ -73,7 +73,7 @@ class SavedPrompts:
         self.is_loaded = True
 
     def check_loaded(self, step: int) -> None:
-        """After VeRL has loaded the weights of this step, 0 if there are none: it continues without a ``data.pt``.
+        """Check after VeRL has loaded the weights of this step (0: none), as it continues without a ``data.pt``.
 
         Raises:
             StateError: there was no state with them; or the ledger has prompts of a run that was not loaded.
@@ -81,19 +81,19 @@ class SavedPrompts:
         if step and not self.is_loaded:
             raise _unknown(step, f"no data.pt in global_step_{step}", "it was not copied along, or was deleted")
         if not step:
-            # Here, so that what is refused is raised before workers are sent prompts.
+            # Here, so that a refusal is raised before workers are sent prompts.
             tracker = Path(self.trainer.config.trainer.default_local_dir, TRACKER)
             self.prompts.begin(is_saved=tracker.exists())
 
 
 class IssuedPrompts(SavedPrompts):
-    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without an end.
+    """What a trainer iterates over, in place of torchdata's ``StatefulDataLoader``: batches without end.
 
     Args:
         trainer: VeRL's.
         prompts: the account.
         loader: that of ``prompts``.
-        settles: whether a batch is trained as a whole, before the next one is asked for.
+        settles: whether a batch is trained completely before the next one is requested.
     """
 
     def __init__(self, trainer: Any, prompts: Prompts, loader: DataLoader, *, settles: bool) -> None:
@@ -101,15 +101,15 @@ class IssuedPrompts(SavedPrompts):
         theirs = trainer.train_dataloader
         self.loader, self._settles = loader, settles
         self.batch_size, self._collate = theirs.batch_size, theirs.collate_fn
-        #: the prompts of the last batch, and the step that it is for.
+        #: the prompts of the last batch, and its step.
         self.batch: list[Prompt] = []
         self._step = 0
-        #: steps at the end of the data, since the start of the run.
+        #: number of the last step, counted since the start of the run.
         self.total = 0
         self.end(0)
 
     def end(self, step: int) -> None:
-        """Count how many steps the run has, which is at this one."""
+        """Count the steps of the run, from this step on."""
         config = self.trainer.config
         left = max(end_of_run(self.loader, config.trainer.total_epochs) - self.prompts.num_settled, 0)
         self.total = step + left // config.data.train_batch_size
@@ -123,12 +123,12 @@ class IssuedPrompts(SavedPrompts):
             self.settle()
 
     def collated(self, batch: list[Prompt]) -> Any:
-        """A batch of prompts that were issued, as VeRL's dataloader makes it."""
+        """A batch of issued prompts, in the format of VeRL's dataloader."""
         self.batch, self._step = batch, self.trainer.global_steps
         return self._collate([prompt.content for prompt in batch])
 
     def settle(self) -> None:
-        """The last batch is trained, if that is how this trainer does it."""
+        """Note that the last batch is trained, if this trainer trains batches completely."""
         if self._settles and self.batch:
             settle_batch(self.prompts, self._step, self.batch)
         self.batch = []
@@ -140,7 +140,7 @@ class IssuedPrompts(SavedPrompts):
 
 
 def settle_batch(prompts: Prompts, step: int, batch: Sequence[Prompt]) -> None:
-    """A step has trained all rollouts of these prompts."""
+    """Note that a step has trained all rollouts of these prompts."""
     for prompt in batch:
         for rollout in prompt.rollouts:
             prompts.done(prompt.ordinal, prompt.ticket, rollout)
@@ -148,7 +148,7 @@ def settle_batch(prompts: Prompts, step: int, batch: Sequence[Prompt]) -> None:
 
 
 def settle_groups(prompts: Prompts, step: int, groups: Mapping[str, Mapping[int, int | None]]) -> None:
-    """A step has trained these groups: by uid, the version of the weights that made each rollout. Others have failed.
+    """Note that a step has trained these groups: uid -> rollout -> version of its weights. Other rollouts have failed.
 
     Raises:
         StateError: a rollout was trained or dropped before.
@@ -164,24 +164,24 @@ def settle_groups(prompts: Prompts, step: int, groups: Mapping[str, Mapping[int,
 
 
 def end_of_run(loader: DataLoader, epochs: int) -> int:
-    """The sample with which a run of so many epochs ends."""
+    """The sample at the end of a run with this many epochs."""
     after_this = epochs - loader.epoch - 1
     return max(loader.epoch_end + math.ceil(after_this * loader.items), loader.samples)
 
 
 def uid_of(prompt: Prompt) -> str:
-    """The name of an issued prompt in TransferQueue, whose keys are this and numbers, with ``_`` between."""
+    """The name of an issued prompt in TransferQueue, whose keys are this and numbers, joined by ``_``."""
     return f"{prompt.ordinal}-{prompt.ticket}"
 
 
 def parsed_uid(uid: str) -> tuple[int, str]:
-    """Ordinal and ticket of a prompt. Of a uid of VeRL's own -1, which no prompt has."""
+    """Ordinal and ticket of a prompt. For VeRL's own uids -1, which no prompt has."""
     ordinal, _, ticket = uid.partition("-")
     return int(ordinal) if ordinal.isdecimal() and ticket.count("-") == 1 else -1, ticket
 
 
 def is_of(uid: str, prompt: Prompt | None) -> bool:
-    """Whether it was made of what this prompt holds, at whatever start."""
+    """Whether a uid was made for this prompt's content, in any start."""
     return prompt is not None and parsed_uid(uid)[1].partition("-")[0] == prompt.ticket.partition("-")[0]
 
 

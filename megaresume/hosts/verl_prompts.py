@@ -1,22 +1,22 @@
-"""VeRL's reinforcement learning: each prompt trained exactly once, wherever the run is killed.
+"""VeRL's reinforcement learning: each prompt trained exactly once, whenever the run is killed.
 
     megaresume.attach(PPOTrainer)  # of verl.trainer.ppo.v1, in the driver; or RayPPOTrainer, the older one
 
 VeRL names a prompt by a random ``uid``, and saves the position of torchdata's loader. Here `Prompts` issues each, and
-its ordinal and ticket are the ``uid``, which TransferQueue and the replay buffer carry along:
+its ordinal and ticket are the ``uid``, which TransferQueue and the replay buffer pass on:
 
     `IssuedPrompts`, in place of the dataloader   what is in flight first, then the next ones
     _fetch_one_gen_batch                          their uid
     _step_once                                    the rollouts of a batch that an optimizer step has trained
     replay_buffer._evict_terminal_groups          stale groups: issued again, or dropped; filtered, failed ones: dropped
-    replay_buffer._clear_groups                   others, of which there were too many: issued again
-    replay_buffer._materialize_batch              groups that were sampled, and have no rollout: dropped
-    _save_checkpoint                              ``data.pt`` holds the state; ``prompts.json`` the same, for `verify`
-    _reissue_inflight_prompts                     what was in flight is submitted again, but for groups that
-                                                  TransferQueue has kept whole
+    replay_buffer._clear_groups                   surplus groups: issued again
+    replay_buffer._materialize_batch              sampled groups without rollouts: dropped
+    _save_checkpoint                              the state in ``data.pt``; also in ``prompts.json``, for `verify`
+    _reissue_inflight_prompts                     what was in flight is submitted again, except for groups that
+                                                  TransferQueue has kept completely
 
-The older trainer trains a batch as a whole, before it saves and before it takes the next one; there `IssuedPrompts`
-settles a batch by itself. To both trainers the whole run is one epoch.
+The older trainer trains a batch completely before it saves and before it takes the next one; there `IssuedPrompts`
+settles a batch itself. For both trainers, the whole run is one epoch.
 
 See docs/verl.md. Importing this does not import VeRL.
 """
@@ -54,15 +54,14 @@ def attach(
     Prompts, batch sizes, rollouts, staleness, shuffling and seed are those of VeRL's config.
 
     Args:
-        trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or of a class made from it.
+        trainer: VeRL's ``PPOTrainer`` or ``RayPPOTrainer``, or an instance of a derived class.
         append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
-        on_stale: a group that is too old for ``max_off_policy_threshold``: ``requeue`` it, or ``drop`` it, as VeRL
-            does.
+        on_stale: for a group too old for ``max_off_policy_threshold``: ``requeue`` it, or ``drop`` it, as VeRL does.
         ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``default_local_dir``.
 
     Raises:
-        UsageError: something else, prompts that change while it trains, a sampler of one's own that is not made from
-            VeRL's, a ``fit`` other than RayPPOTrainer's, or another ``on_stale``; or attached already.
+        UsageError: another trainer, prompts that change during training, a custom sampler that is not derived from
+            VeRL's, a ``fit`` other than RayPPOTrainer's, an unknown ``on_stale``; or already attached.
     """
     needed = ("train_dataloader", "train_dataset", "_load_checkpoint", "_save_checkpoint", "config")
     check_new(
@@ -86,10 +85,10 @@ def attach(
 def prompts_of(
     trainer: Any, append: Append | None, ledger: str | Path | None, on_stale: OnStale = "requeue"
 ) -> tuple[Prompts, DataLoader]:
-    """The account of a trainer's prompts, in the order of its config, and the loader that it reads.
+    """The account of a trainer's prompts, in the order of its config, and the loader that it uses.
 
     Raises:
-        UsageError: a dataset that changes while it is trained, or another ``on_stale``.
+        UsageError: a dataset that changes during training, or an unknown ``on_stale``.
     """
     if hasattr(trainer.train_dataset, "on_batch_end"):
         raise UsageError(
@@ -114,7 +113,7 @@ def prompts_of(
 
 
 def iterate_over(trainer: Any, issued: IssuedPrompts) -> None:
-    """Let a trainer that loads its own checkpoints iterate over these prompts."""
+    """Make a trainer that loads its own checkpoints iterate over these prompts."""
     trainer.train_dataloader = issued
     setattr(trainer, SLOT, issued.prompts)
     _set_length(trainer, issued)
@@ -122,7 +121,7 @@ def iterate_over(trainer: Any, issued: IssuedPrompts) -> None:
 
 
 def _check_fit(trainer: Any) -> None:
-    """Raise a UsageError for a loop that may take a batch before it has trained the one before."""
+    """Raise a UsageError for a loop that may take a batch before it has trained the previous one."""
     owner = next((cls for cls in type(trainer).__mro__ if "fit" in vars(cls)), None)
     if owner is not None and owner.__qualname__ != "RayPPOTrainer":
         raise UsageError(
@@ -137,7 +136,7 @@ def _check_fit(trainer: Any) -> None:
 
 
 class QueuedGroups:
-    """Prompts whose rollouts lie in TransferQueue until a step trains them.
+    """Prompts whose rollouts are in TransferQueue until a step trains them.
 
     Args:
         trainer: VeRL's ``PPOTrainer``.
@@ -148,7 +147,7 @@ class QueuedGroups:
     def __init__(self, trainer: Any, issued: IssuedPrompts, *, requeues: bool) -> None:
         self._trainer, self._issued, self._prompts = trainer, issued, issued.prompts
         self._requeues = requeues
-        #: why the groups are evicted that are cleared next: requeued, or dropped; None: there were enough without them.
+        #: reasons for evicting the groups that are cleared next: requeued, or dropped; None: they were surplus.
         self._reasons: dict[str, tuple[str, bool]] | None = None
         buffer = trainer.replay_buffer
         if missing := [name for name in _OF_BUFFER if not hasattr(buffer, name)]:
@@ -169,7 +168,7 @@ class QueuedGroups:
         return self._named(fetch())
 
     def _named(self, batch: Any) -> Any:
-        """A batch with the uid of its prompts."""
+        """A batch, with the uids of its prompts."""
         from verl.utils import tensordict_utils
 
         uids = np.array([uid_of(prompt) for prompt in self._issued.batch], dtype=object)
@@ -213,10 +212,10 @@ class QueuedGroups:
         return batch
 
     def _reissue(self, reissue: Callable[..., int], partition: str = "train") -> int:
-        """Submit what was in flight, but for the groups that TransferQueue has kept whole.
+        """Submit what was in flight, except for groups that TransferQueue has kept completely.
 
-        The weights that roll out now are others than those of the same number before the crash. So what VeRL would
-        start again is named anew, as issued by this start.
+        The weights that now make rollouts differ from those with the same number before the crash. So what VeRL would
+        start again gets a new name, as issued by this start.
         """
         trainer, prompts = self._trainer, self._prompts
         if trainer.trainer_mode == "sync":
@@ -233,7 +232,7 @@ class QueuedGroups:
             and tag["status"] in ("finished", "failure")
             and is_of(key, issued.get(parsed_uid(key)[0]))
         }
-        # Begun; trained in the step that was saved; or of another checkpoint.
+        # Unfinished; trained in the step that was saved; or from another checkpoint.
         if others := [key for key in tags if key.partition("_")[0] not in kept]:
             transfer_queue.kv_clear(keys=others, partition_id=partition)
         there = {parsed_uid(key)[0] for key in kept}
@@ -249,7 +248,7 @@ class QueuedGroups:
 
 def _load(trainer: Any, issued: IssuedPrompts, before: Callable[[], Any]) -> Any:
     """VeRL's own ``_load_checkpoint``, which continues without a ``data.pt``."""
-    # The older trainer passes over a data.pt at what it takes for the end of an epoch, by today's batch size.
+    # By the current batch size, the older trainer might skip a data.pt, at what it takes for the end of an epoch.
     issued.is_loaded, issued.total = False, sys.maxsize - 1
     result = before()
     step = trainer.global_steps

@@ -1,24 +1,24 @@
-"""VeRL's experimental trainers that roll out beside the training, ``fully_async_policy`` and ``one_step_off_policy``:
-each prompt trained exactly once, wherever the run is killed.
+"""VeRL's experimental trainers that do rollouts in parallel with training, ``fully_async_policy`` and
+``one_step_off_policy``: each prompt trained exactly once, whenever the run is killed.
 
     megaresume.attach(SeparateRayPPOTrainer)  # of verl.experimental.separation.ray_trainer: in each of its processes
 
-Both are made from this class. What VeRL saves is how far its dataloader was read: whatever was in flight then, it says
-itself, is lost.
+Both are derived from this class. VeRL only saves how far its dataloader was read: whatever was in flight is lost, as it
+says itself.
 
 Fully asynchronous: two Ray actors. The rollouter has `Prompts`; a prompt's name is part of its sample's, and so of the
-uid that its rollouts carry through the message queue to the trainer:
+uid that its rollouts take through the message queue to the trainer:
 
     rollouter    `RollouterPrompts`, in place of the dataloader: what is in flight first, then the next ones. Its state
                  is in ``data.pt``, and in ``prompts.json``
     trainer      `StepReports`
                  _fit_update_actor: tells the rollouter which rollouts the step has trained, and waits for it
-                 _save_checkpoint: tells it of which weights it is asked for its state
-                 fit_step: raises, before the first step, what the rollouter refuses
+                 _save_checkpoint: tells it for which weights its state is requested
+                 fit_step: before the first step, raises what the rollouter refuses
 
-Ray calls the methods of an actor's class: only those that an actor calls by itself can be hooked on the instance.
+Ray calls the methods of an actor's class: only those that an actor itself calls can be hooked on the instance.
 
-One step off: one process, which rolls out a batch while it trains the one before: `BatchesAhead`.
+One step off: one process, which rolls out a batch while it trains the previous one: `BatchesAhead`.
 
 See docs/verl.md. Importing this imports neither VeRL nor Ray.
 """
@@ -48,23 +48,23 @@ from megaresume.stream.data_yaml import Append
 
 log = logging.getLogger(__name__)
 
-#: what VeRL puts before and after the name of a prompt, to make a uid of it: ``uid_sample_NAME_NUMBER``.
+#: VeRL's text before and after the name of a prompt in a uid: ``uid_sample_NAME_NUMBER``.
 _BEFORE, _AFTER = "uid_sample_", "_"
 
 
 def attach(trainer: Any, *, append: Append | None = None, ledger: str | Path | None = None) -> None:
-    """Give VeRL's trainers that roll out beside the training each prompt exactly once. See `megaresume.attach`.
+    """Give VeRL's trainers with parallel rollouts each prompt exactly once. See `megaresume.attach`.
 
     Prompts, batch sizes, rollouts, shuffling and seed are those of VeRL's config.
 
     Args:
-        trainer: VeRL's ``FullyAsyncRollouter``, ``FullyAsyncTrainer`` or ``OneStepOffRayTrainer``, or of a class made
-            from them.
+        trainer: VeRL's ``FullyAsyncRollouter``, ``FullyAsyncTrainer`` or ``OneStepOffRayTrainer``, or an instance of a
+            derived class.
         append: what a resume does if there are more prompts: see `megaresume.DataLoader`.
         ledger: see `megaresume.Prompts`; None: ``prompts.jsonl`` in ``default_local_dir``.
 
     Raises:
-        UsageError: something else, prompts that change while it trains, or attached already.
+        UsageError: another trainer, prompts that change during training; or already attached.
     """
     if hasattr(trainer, "_get_samples_from_queue"):
         check_new(trainer, "trainer")
@@ -89,7 +89,7 @@ def attach(trainer: Any, *, append: Append | None = None, ledger: str | Path | N
 
 
 class BatchesAhead(IssuedPrompts):
-    """Batches of which one rolls out while the one before trains: they are trained in the order that they are issued.
+    """Batches that roll out while the previous one trains: they are trained in the order in which they are issued.
 
     Args:
         trainer: VeRL's ``OneStepOffRayTrainer``.
@@ -126,7 +126,7 @@ class RollouterPrompts(SavedPrompts):
     def __init__(self, rollouter: Any, prompts: Prompts, loader: DataLoader) -> None:
         super().__init__(rollouter, prompts)
         self._loader, self._collate = loader, rollouter.train_dataloader.collate_fn
-        #: of the checkpoint that is saved next; None: that which VeRL has loaded.
+        #: the step of the checkpoint that is saved next; None: that which VeRL has loaded.
         self.saves: int | None = None
         self._is_begun = False
         rollouter.train_dataloader = self
@@ -134,7 +134,7 @@ class RollouterPrompts(SavedPrompts):
         hook(rollouter, "_create_continuous_iterator", lambda _: self._named())
 
     def __len__(self) -> int:
-        """Prompts of an epoch, as VeRL counts the batches of one prompt."""
+        """The number of prompts in an epoch, as VeRL counts batches of one prompt."""
         return math.ceil(self._loader.items)
 
     @property
@@ -147,7 +147,7 @@ class RollouterPrompts(SavedPrompts):
         return int(rollouter.global_steps - 1) // int(a_version)
 
     def begin(self) -> None:
-        """Begin where the checkpoint ends, when VeRL has loaded it.
+        """Begin at the checkpoint's position, once VeRL has loaded it.
 
         Raises:
             StateError: see `SavedPrompts.check_loaded`.
@@ -156,7 +156,7 @@ class RollouterPrompts(SavedPrompts):
             return
         self.check_loaded(self.step)
         self._is_begun = True
-        # VeRL counts what it feeds: from what is settled, to the end of the epochs as they are today.
+        # VeRL counts what it feeds: from the number of settled prompts, to the end of the current number of epochs.
         rollouter, most = self.trainer, self.trainer.config.rollout.total_rollout_steps
         end = end_of_run(self._loader, rollouter.config.trainer.total_epochs)
         rollouter.total_rollout_steps = end if most is None else min(end, most)
@@ -164,18 +164,18 @@ class RollouterPrompts(SavedPrompts):
         log.info("megaresume: %d prompts in flight are issued again", len(self.prompts.in_flight))
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        """Pairs of an epoch, which VeRL only makes the name of a sample from, and a batch: the name of the prompt."""
+        """Pairs of an epoch, which VeRL only uses in the name of a sample, and a batch: the name of the prompt."""
         self.begin()
         prompts = self.prompts
         while prompts.num_settled < self.trainer.total_rollout_steps and (issued := prompts.issue(1)):
             yield uid_of(issued[0]), self._collate([issued[0].content])
 
     def settle(self, rows: Sequence[tuple[str, int | None]], version: int) -> None:
-        """A step has trained these rollouts.
+        """Note that a step has trained these rollouts.
 
         Args:
-            rows: of each, the uid, and the version of the weights that began it.
-            version: of the weights that roll out.
+            rows: for each, the uid, and the version of the weights that began it.
+            version: of the weights that now make rollouts.
 
         Raises:
             StateError: one was trained or dropped before.
@@ -186,12 +186,12 @@ class RollouterPrompts(SavedPrompts):
         for uid, made in rows:
             group = groups.setdefault(uid.removeprefix(_BEFORE).partition(_AFTER)[0], {})
             group[len(group)] = made
-        # VeRL's own number of steps is one more after a resume.
+        # After a resume, VeRL's own step number is one too high.
         settle_groups(prompts, prompts.step + 1, groups)
 
 
 class StepReports:
-    """In the trainer's process: what the rollouter is told.
+    """In the trainer's process: reports to the rollouter.
 
     Args:
         trainer: VeRL's ``FullyAsyncTrainer``.

@@ -2,7 +2,7 @@
 
     engine, *_ = deepspeed.initialize(...)
     data = megaresume.attach(engine, "data.yaml")
-    engine.load_checkpoint("checkpoints")          # nothing there yet: starts at sample 0
+    engine.load_checkpoint("checkpoints")          # without a checkpoint: starts at sample 0
     for batch in data:
         loss = ...
         engine.backward(loss)
@@ -10,14 +10,14 @@
         engine.step()
         if last and engine.global_steps % 100 == 0: engine.save_checkpoint("checkpoints")
 
-See docs/deepspeed.md, also for a `megaresume.DataLoader` in place of ``data.yaml``; with a loader of other people's
-that has a state of its own: docs/data-loader.md.
+See docs/deepspeed.md, also for a `megaresume.DataLoader` instead of ``data.yaml``; for third-party loaders with their
+own state: docs/data-loader.md.
 
-Hooked on the instance, and other wrappers stay in the chain:
+Hooked on the instance; other wrappers stay in the chain:
 
-    save_checkpoint, load_checkpoint   the data state goes with the weights: `EngineHost`
+    save_checkpoint, load_checkpoint   the data state is stored with the weights: `EngineHost`
     step, forward, backward            a step trains exactly its micro-batches: `EngineData`
-    train_batch                        of a pipeline engine: the same
+    train_batch                        for a pipeline engine: the same
 """
 
 from __future__ import annotations
@@ -67,40 +67,40 @@ def attach(
     schedule: BatchSchedule | None = None,
     log_samples: str | os.PathLike[str] | None = None,
 ) -> TrainingData | ItemData | AttachedLoader:
-    """Give an engine its data, and its checkpoints the state of that data. Call it on every rank, right after
+    """Give an engine its data, and add the state of that data to its checkpoints. Call it on every rank, right after
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
     Micro-batch size, data-parallel rank and size, and gradient accumulation steps are the engine's. Attaching twice
     replaces the data; hooks are not stacked.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
-        data: path of a data.yaml; the mapping in it; what follows ``--data-path``, as a list; or a `Stream`. Or a
-            `megaresume.DataLoader`, the same on every rank, with all options up to ``adopt``. Or a loader with a
-            state of its own, with ``checkpoints`` and ``metrics`` alone: see `attach_loader`.
+        engine: the first result of ``deepspeed.initialize``; ZeRO 0 to 3, or a pipeline engine.
+        data: path of a data.yaml; its mapping; the words after ``--data-path``, as a list; or a `Stream`. Or a
+            `megaresume.DataLoader`, the same on every rank, with all options up to ``adopt``. Or a loader with its own
+            state, with ``checkpoints`` and ``metrics`` only: see `attach_loader`.
         checkpoints: where the run saves, and what it keeps.
         stop: at the end of the step in which one of these happens, save and raise `Stopped`, which ends the process
             with exit status 0 (or another of your choice). See docs/stopping.md.
         on_stop: how to save then, on every rank; None: ``engine.save_checkpoint(save_dir)``.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
-        elastic: convert a ZeRO checkpoint that another number of data-parallel ranks saved.
+        elastic: convert a ZeRO checkpoint from another number of data-parallel ranks.
         adopt: continue from a checkpoint that was written without megaresume.
-        loader_options: how batches are read ahead, and what they are.
-        data_options: what the data config leaves open, and what is to be skipped.
-        schedule: global batch sizes to come, for a ramp-up; the engine's batch size then follows it. None: the
+        loader_options: how batches are read ahead, and their content.
+        data_options: what the data config leaves open, and what to skip.
+        schedule: planned global batch sizes, for a ramp-up, which the engine's batch size then follows. None: the
             engine's own, read again at every step.
-        log_samples: directory: every rank writes there what it was handed in every step, for `megaresume verify`.
+        log_samples: directory in which every rank records what it was handed in every step, for `megaresume verify`.
 
     Returns:
         the data: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``.
 
     Raises on every rank:
-        UsageError: no DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
+        UsageError: not a DeepSpeed engine, settings that cannot be committed, sizes that do not divide, or ``stop``
             or ``stage_to`` without a place to save to.
         CheckpointError: another job writes to ``save_dir``.
         ConfigError, CorpusError: the data cannot be opened.
         SetupError: ``save_dir`` or clocks differ between nodes.
-        StateError: the data or the sizes of its batches do.
+        StateError: the data or its batch sizes differ between ranks.
     """
     facts.check_engine(engine)
     if (kind := _kind_of(data)) != "config":
@@ -129,7 +129,7 @@ def attach(
         stream.fingerprints  # noqa: B018  computed here, where an error reaches every rank
         return stream
 
-    # Rank 0 first: it leaves the fingerprints beside the corpora, and the other ranks need not compute them again.
+    # Rank 0 first: it saves the fingerprints beside the corpora, so that other ranks need not compute them again.
     on_rank_0(lambda: bool(open_data()))
     stream = on_all_ranks(open_data)
     asked = on_all_ranks(lambda: SkipConfig.from_dict(data_options.skip, where="skip="))
@@ -164,7 +164,7 @@ def _started(
     elastic: bool,
     adopt: bool,
 ) -> Session:
-    """The session of an engine that is trained on a stream, or on the items of a `DataLoader`."""
+    """The session of an engine that trains on a stream, or on the items of a `DataLoader`."""
     save_dir = checkpoints.save_dir
     if stop is not None and save_dir is None and on_stop is None:
         raise UsageError(
@@ -175,7 +175,7 @@ def _started(
         )
 
     host = EngineHost(engine, elastic=elastic, adopts=adopt)
-    # By name: the method is hooked later.
+    # By name, as the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
     session = _session_of(host, checkpoints, stop=stop, on_stop=save, metrics=metrics)
     session.start()  # before anything that takes long
@@ -183,7 +183,7 @@ def _started(
 
 
 def _kind_of(data: Any) -> Literal["config", "items", "loader"]:
-    """What the ranks, or those of them that read data, give. Collective.
+    """The kind of data of all ranks, or of those that read data. Collective.
 
     Raises, on every rank:
         UsageError: there is no data.
@@ -230,19 +230,19 @@ def attach_loader(
     ``deepspeed.initialize`` and before ``engine.load_checkpoint``.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first; ZeRO 0 to 3, or a pipeline engine.
+        engine: the first result of ``deepspeed.initialize``; ZeRO 0 to 3, or a pipeline engine.
         loader: Energon's ``get_savable_loader(...)``, torchdata's ``StatefulDataLoader(...)``, or any iterable with
             ``state_dict`` and ``load_state_dict``. Its batches are this rank's micro-batches; it deals samples out to
             data-parallel ranks itself. None on a rank that receives its batches from another one.
         checkpoints: where the run saves, and what it keeps.
-        metrics: live figures, without losses by source.
+        metrics: live figures, but without losses by source.
 
     Returns:
         the batches: iterate over it, or pass it to ``engine.train_batch(data_iter=...)``. It never ends: a loader that
-        ends is begun again, with ``set_epoch`` of its sampler.
+        ends is restarted, with ``set_epoch`` of its sampler.
 
     Raises, on every rank:
-        UsageError: no DeepSpeed engine, a loader without a state or of another rank, or settings that do not apply.
+        UsageError: not a DeepSpeed engine, a loader without a state or for another rank, or settings that do not apply.
         CheckpointError: another job writes to ``save_dir``.
         SetupError: a node does not see it.
         StateError: the ranks have engines of different batch sizes.
@@ -274,9 +274,10 @@ def _attach_items(engine: Any, loader: Any, started: Callable[[], Session]) -> I
 
 
 def _check_same_sizes(engine: Any) -> None:
-    """Raise a StateError on every rank unless the steps of all are made of the same micro-batches. Collective.
+    """Raise a StateError on every rank unless the steps of all consist of the same micro-batches. Collective.
 
-    Each rank counts the shares of the others by its own sizes, and with others it would train some of theirs.
+    Each rank computes the shares of the others from its own sizes; if theirs differed, it would train some of their
+    samples.
     """
     micro, accumulation = engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()
     same_on_all_ranks(
@@ -297,19 +298,19 @@ def _refuse_losses(host: EngineHost, loader: Any) -> None:
         )
 
 
-#: where an engine keeps what is attached to it.
+#: the attribute in which an engine keeps what is attached to it.
 _SLOT = "_megaresume_attached"
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The data attached to an engine now; the hooks look here at every call."""
+    """The data currently attached to an engine; the hooks look here at every call."""
 
     data: EngineData
 
 
 def _put_hooks(engine: Any, attached: EngineData) -> None:
-    """Let the engine's methods carry this data from now on, in place of what was attached before."""
+    """Let the engine's methods handle this data from now on, instead of what was attached before."""
     if attached.session.stopper is not None:
         attached.session.stopper.install()
     slot: _Slot | None = engine.__dict__.get(_SLOT)
@@ -380,7 +381,7 @@ def _session_of(host: EngineHost, checkpoints: Checkpoints, **kwargs: Any) -> Se
     """The session of an engine.
 
     Args:
-        host: of the engine.
+        host: for the engine.
         checkpoints: where the run saves, and what it keeps.
         kwargs: further arguments of `Session`.
 

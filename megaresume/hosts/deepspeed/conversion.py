@@ -1,19 +1,19 @@
 """Universal checkpoints: made by ``megaresume convert DIR``, or by a job that loads.
 
-A conversion is locked, with room for it, in a directory that nobody reads until it is whole.
+A conversion is done under a lock, if there is room, in a directory that is not read until it is complete.
 
-    lock (or wait for whoever holds it) -> there already? -> room on the disk? -> worker process -> seal -> rename
+    lock (or wait for its holder) -> already there? -> room on the disk? -> worker process -> seal -> rename
 
-A kill at any moment leaves a hidden directory at most; the next conversion clears it and begins again. The lock is the
-kernel's and goes with the process that holds it. Two jobs on a filesystem without locks both convert; the first to
-rename wins, and the other takes what it finds.
+A kill at any time leaves at most a hidden directory; the next conversion deletes it and starts again. The lock is the
+kernel's and is released with the process that holds it. On a filesystem without locks, two jobs may both convert; the
+first to rename wins, and the other uses the result.
 
 The worker process runs DeepSpeed's ds_to_universal:
 
     python -m megaresume.hosts.deepspeed.conversion TAG_DIR OUTPUT WORKERS PARENT
 
-Whatever it loads leaves the memory with it, and it forks workers, which a rank with a GPU must not. It ends when the
-process that asked for it is gone.
+Its memory is freed when it ends, and it forks workers, which a rank with a GPU must not do. It ends when the process
+that started it is gone.
 """
 
 from __future__ import annotations
@@ -53,34 +53,34 @@ from megaresume.hosts.deepspeed.load_rules import (
 from megaresume.render import spell_bytes
 from megaresume.stream.errors import CheckpointError, UsageError
 
-#: a conversion that is in progress, or was killed; not a leftover of ours, which any start clears away.
+#: a conversion in progress, or one that was killed; unlike our other leftovers, not every start deletes it.
 _CONVERTING = re.compile(r"\..+_universal\.converting-[0-9a-f]{8}")
 
 
 #: seconds between lines of progress, and between looks at the worker.
 _PROGRESS, _POLL = 15.0, 0.2
-#: variables that launchers set for a rank; taken away from the worker, which is not a rank.
+#: variables that launchers set for a rank; removed for the worker, which is not a rank.
 _LAUNCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")
-#: bytes; below it one process converts faster than several start.
+#: bytes; for less, one process converts faster than several start.
 _SMALL = 1 << 30
 
 
 def default_workers(size: int) -> int:
-    """Processes that convert, for a checkpoint of this many bytes."""
+    """The number of processes to convert a checkpoint of this many bytes."""
     return 1 if size < _SMALL else max(1, min(8, (os.cpu_count() or 1) // 2))
 
 
 @dataclass(slots=True)
 class Reporter:
-    """Reports progress, not too often, and gives signs of life."""
+    """Reports progress, at intervals, and gives signs of life."""
 
     say: Callable[[str], None]
-    #: called often while there is nothing to say.
+    #: called often while there is nothing to report.
     beat: Callable[[], None] = lambda: None
     _next: float = field(default_factory=lambda: time.monotonic() + _PROGRESS)
 
     def wait(self, words: Callable[[], str]) -> None:
-        """Sleep a moment; say the words if the last line is long ago."""
+        """Sleep a moment; report the words if the last line was long ago."""
         self.beat()
         time.sleep(_POLL)
         if time.monotonic() >= self._next:
@@ -89,7 +89,7 @@ class Reporter:
 
 
 def room_needed(tag_dir: Path) -> int:
-    """Bytes that a conversion needs at its peak: fragments and merged state side by side, and the model files."""
+    """The bytes that a conversion needs at its peak: fragments, merged state, and the model files."""
     files = list_files(tag_dir)
     state = sum(entry.size for entry in files if entry.path.endswith("_optim_states.pt"))
     model = sum(entry.size for entry in files if entry.path.endswith("_model_states.pt"))
@@ -97,21 +97,21 @@ def room_needed(tag_dir: Path) -> int:
 
 
 def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, workers: int | None = None) -> Universal:
-    """Make the universal form of a ZeRO checkpoint, or take the one that is there. In one process.
+    """Make the universal form of a ZeRO checkpoint, or return the existing one. In one process.
 
     Args:
         tag_dir: the checkpoint, complete.
         save_id: of its save.
-        made_by: who asks for it; what a job made is removed after its next checkpoint.
-        report: told about progress.
-        workers: processes; None: by the size.
+        made_by: who requested it; one made by a job is removed after its next checkpoint.
+        report: reports progress.
+        workers: number of processes; None: by the size.
 
     Raises:
-        CheckpointError: no room, something else has the name, DeepSpeed cannot convert it, or the disk refuses.
+        CheckpointError: no room, something else has the name, DeepSpeed cannot convert it, or a write fails.
     """
     with _locked(records_dir(tag_dir.parent), report) as alone:
         for path in list_universal(tag_dir.parent) if alone else ():
-            if _CONVERTING.fullmatch(path.name):  # what a killed conversion left, perhaps after its rename
+            if _CONVERTING.fullmatch(path.name):  # left by a killed conversion, perhaps after its rename
                 shutil.rmtree(path, ignore_errors=True)
         there = read_universal(tag_dir, save_id, checksums=True)
         if there is not None:
@@ -122,7 +122,7 @@ def convert(tag_dir: Path, *, save_id: str, made_by: Maker, report: Reporter, wo
 
 @contextlib.contextmanager
 def _locked(directory: Path, report: Reporter) -> Iterator[bool]:
-    """Hold the lock of a checkpoint root; waits for it. Yields whether there are locks at all."""
+    """Hold the lock of a checkpoint root, after waiting for it. Yields whether the filesystem has locks."""
     make_dir(directory)
     path = directory / "convert.lock"
     began = time.monotonic()
@@ -151,7 +151,7 @@ def _locked(directory: Path, report: Reporter) -> Iterator[bool]:
             yield alone
         finally:
             if alone:
-                # Not left to the close: a process that was forked meanwhile holds the file too.
+                # Not left to the close: a process that was forked in the meantime also has the file.
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
@@ -170,7 +170,7 @@ def _convert(tag_dir: Path, save_id: str, made_by: Maker, report: Reporter, work
     began, needed = time.monotonic(), room_needed(tag_dir)
     target = universal_dir(tag_dir)
     temporary = target.with_name(f".{target.name}.converting-{os.urandom(4).hex()}")
-    # DeepSpeed writes a pointer beside its output: so the output lies one level deeper.
+    # DeepSpeed writes a pointer beside its output, so the output is one level deeper.
     output = temporary / target.name
     report.say(f"converting {tag_dir.name} into {target.name}; needs {spell_bytes(needed)} of disk while it works")
     try:
@@ -198,7 +198,7 @@ def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: in
     command = [sys.executable, "-m", "megaresume.hosts.deepspeed.conversion"]
     command += [str(tag_dir), str(output), str(workers), str(os.getpid())]
     env = {name: value for name, value in os.environ.items() if name not in _LAUNCH}
-    # What this process can import, the checkpoint may name. A GPU has no part in it.
+    # The checkpoint may name anything that this process can import. No GPU is needed.
     env |= {"PYTHONPATH": os.pathsep.join(sys.path), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     began = time.monotonic()
 
@@ -231,7 +231,7 @@ def _run_worker(tag_dir: Path, output: Path, log: Path, needed: int, workers: in
 
 
 def _size_below(directory: Path) -> int:
-    """Bytes so far, while another process creates and removes files."""
+    """The bytes so far, while another process creates and removes files."""
     total = 0
     for where, _, names in os.walk(directory):
         for name in names:
@@ -251,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """``megaresume convert``: convert, or find it converted."""
+    """``megaresume convert``: convert, unless already done."""
     if not args.dir.is_dir():
         raise UsageError(
             "no such directory",
@@ -285,10 +285,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> None:
-    """In the worker process: convert, as its command line says."""
+    """In the worker process: convert, according to its command line."""
     source, output, workers, parent = argv
     threading.Thread(target=_end_with, args=(int(parent),), daemon=True).start()
-    import torch  # deferred: seconds, in which the parent may go
+    import torch  # deferred: takes seconds, in which the parent may end
     from deepspeed.checkpoint import ds_to_universal
 
     torch.load = _tensors_only(torch.load)
@@ -300,15 +300,17 @@ def main(argv: list[str]) -> None:
             num_merge_workers=max(1, int(workers) // 2),
             keep_temp_folder=False,
             strict=True,
-            # Programs other than Megatron-DeepSpeed put no description of their layout into a checkpoint.
+            # Programs other than Megatron-DeepSpeed do not describe their layout in a checkpoint.
             inject_missing_state=True,
         )
     )
 
 
 def _tensors_only(load: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.load``, of a module's state without what is not a tensor: megatron-core's layers put None there as their
-    extra state, and ds_to_universal (0.19) takes all of it for tensors. The files themselves are copied as they are."""
+    """``torch.load``, which returns a module's state without anything but tensors: megatron-core's layers put None
+    there as their extra state, and ds_to_universal (0.19) takes all of it for tensors. The files themselves are copied
+    unchanged.
+    """
 
     @functools.wraps(load)
     def load_tensors(*args: Any, **kwargs: Any) -> Any:

@@ -1,16 +1,16 @@
 """Saves that DeepSpeed writes while training continues (``checkpoint.writer.decoupled``): committed after the last
 byte.
 
-    save_checkpoint    values captured, marker; DeepSpeed hands the state to a writer process of each rank and returns
+    save_checkpoint    values captured, marker; DeepSpeed passes the state to a writer process of each rank and returns
     the next steps     forward and backward, while the writers write
     engine.step        before the weights change, DeepSpeed waits for its writers; then, with all ranks there,
-                       state, manifest, pointers and ledger of the captured values
+                       state, manifest, pointers and ledger with the captured values
 
-The same happens before the next save or load, at ``engine.destroy``, and at the end of the program, where ranks can
-no longer talk to each other: there each leaves a file when its writer is done, and rank 0 waits for them.
+The same happens before the next save or load, in ``engine.destroy``, and at the end of the program, where ranks can no
+longer communicate: there each rank leaves a file when its writer is done, and rank 0 waits for these files.
 
-A kill in between leaves a save with a marker and no manifest: the checkpoint before it is the one that counts. A
-writer outlives its rank otherwise, and might write into a tag that the next start writes too: a guard ends it.
+A kill in between leaves a save with a marker and no manifest: the previous checkpoint stays valid. A writer would
+outlive its rank, and might write into a tag that the next start also writes: a guard ends it.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 _SLOT = "_megaresume_in_flight"
 
-#: Seconds that rank 0 waits at its end for the writers of the others; where an error ends it, they may never come.
+#: Seconds that rank 0 waits when it exits for the others' writers; after an error, they may never come.
 _PATIENCE, _PATIENCE_IN_ERROR = 300.0, 20.0
 
-#: Ends the writer argv[1] when the process that started this one is gone; ends itself when the writer has.
+#: Ends the writer argv[1] when the process that started this one is gone; ends itself when the writer has ended.
 _GUARD = """
 import os, sys, time
 parent, writer = os.getppid(), int(sys.argv[1])
@@ -61,35 +61,35 @@ while True:
 
 @dataclass(slots=True)
 class _Flight:
-    """The save that an engine has in flight."""
+    """The save in progress of an engine."""
 
     pending: PendingCheckpoint | None = None
-    #: on rank 0, once all ranks have written.
+    #: on rank 0, called once all ranks have written.
     commit: Callable[[], object] | None = None
     rank: int = 0
     ranks: int = 1
 
 
 def watch(engine: Any) -> None:
-    """See to it that what this engine's writer writes is committed, and can be loaded. Once for an engine; for one
-    without ``checkpoint.writer`` it does nothing.
+    """Ensure that what this engine's writer writes is committed, and can be loaded. Once per engine; does nothing for
+    an engine without ``checkpoint.writer``.
     """
     if not facts.has_writer(engine) or hasattr(engine, _SLOT):
         return
     writer = engine.checkpoint_engine
     setattr(engine, _SLOT, _Flight())
-    # As DeepSpeed's usual checkpoint engine: what is in a checkpoint is more than tensors.
+    # As in DeepSpeed's usual checkpoint engine: a checkpoint contains more than tensors.
     writer.load = functools.partial(torch.load, weights_only=False)
     if facts.zero_stage(engine) < 3 and facts.data_rank(engine) != 0:
-        # DeepSpeed lets every rank with a writer write the model's one file, all at the same time.
+        # DeepSpeed makes every rank with a writer write the model's single file, all at the same time.
         engine.save_non_zero_checkpoint = False
     if not facts.is_decoupled(engine):
         return
     engine._commit_decoupled_checkpoint = functools.partial(_settle_weakly, weakref.ref(engine))
     hook(engine, "destroy", functools.partial(_destroy, weakref.ref(engine)))
     hook(writer, "save", functools.partial(_save_copy, weakref.ref(engine)))
-    # DeepSpeed measures its first checkpoint with collectives between the ranks' waiting: one that fails alone would
-    # leave the others there.
+    # DeepSpeed measures its first checkpoint with collectives in between the ranks' waiting: a rank that fails alone
+    # would leave the others there.
     writer.checkpoint_size._gigabytes = math.nan
     if writer.ckpt_process is not None:
         subprocess.Popen([sys.executable, "-S", "-E", "-c", _GUARD, str(writer.ckpt_process.pid)])
@@ -97,7 +97,7 @@ def watch(engine: Any) -> None:
 
 
 def check_writer(engine: Any) -> None:
-    """Raise a CheckpointError if the writer is dead: DeepSpeed would hand it the state and say nothing."""
+    """Raise a CheckpointError if the writer is dead: DeepSpeed would pass it the state without noticing."""
     process = engine.checkpoint_engine.ckpt_process if facts.is_decoupled(engine) else None
     if process is not None and not process.is_alive():
         raise _lost("the next checkpoint", f"the writer process {process.pid} has ended, {_ending(process)}")
@@ -109,16 +109,16 @@ def defer(engine: Any, pending: PendingCheckpoint, commit: Callable[[], object])
 
 
 def is_pending(engine: Any) -> bool:
-    """Whether a save is being written that is not committed yet."""
+    """Whether a save is being written that is not yet committed."""
     flight: _Flight | None = getattr(engine, _SLOT, None)
     return flight is not None and flight.pending is not None
 
 
 def settle(engine: Any) -> None:
-    """Wait for the save in flight and commit it; nothing if there is none. Collective.
+    """Wait for the save in progress and commit it; does nothing without one. Collective.
 
     Raises, on every rank:
-        CheckpointError: a writer failed, or the commit did; the pointers stay as they were.
+        CheckpointError: a writer failed, or the commit did; the pointers are unchanged.
     """
     flight: _Flight | None = getattr(engine, _SLOT, None)
     if flight is None:
@@ -130,7 +130,7 @@ def settle(engine: Any) -> None:
 
 
 def _wait(engine: Any, flight: _Flight) -> None:
-    """Until this rank's writer has written everything."""
+    """Wait until this rank's writer has written everything."""
     writer = engine.checkpoint_engine
     info = writer.get_commit_info()
     if info is None:
@@ -138,7 +138,7 @@ def _wait(engine: Any, flight: _Flight) -> None:
     try:
         writer.commit(info)
     except Exception as error:
-        writer.commit_info = None  # it is over; DeepSpeed would wait for it once more at its end
+        writer.commit_info = None  # it is finished; DeepSpeed would wait for it once more at its end
         tag = info.tag if flight.pending is None else flight.pending.record.tag
         raise _lost(str(tag), str(error)) from error
 
@@ -172,13 +172,13 @@ def _destroy(reference: weakref.ref[Any], destroy: Callable[..., Any], /, *args:
 
 
 def _save_copy(reference: weakref.ref[Any], save: Callable[..., Any], state_dict: Any, path: str) -> Any:
-    """The writer's ``save``, of a state that can go to another process, and that training does not change there."""
+    """The writer's ``save``, for a state that can be sent to another process, where training does not change it."""
     engine = reference()
-    # ZeRO 1 keeps its weights as slices that require gradients: torch refuses to hand those over.
+    # ZeRO 1 keeps its weights as slices that require gradients, which torch refuses to send.
     state_dict = _pytree.tree_map(lambda x: x.detach() if getattr(x, "requires_grad", False) else x, state_dict)
     module = state_dict.get("module")
     if engine is not None and isinstance(module, dict):
-        # Weights change in the step, after the wait; buffers already in the forward pass, while they are written.
+        # Weights change in the step, after the wait; but buffers in the forward pass, while they are written.
         names = [name for name, _ in engine.module.named_buffers() if name in module]
         state_dict = {**state_dict, "module": {**module, **{name: module[name].clone() for name in names}}}
     return save(state_dict, path)
@@ -203,7 +203,7 @@ def _at_exit(reference: weakref.ref[Any]) -> None:
 
 
 def _finish_alone(engine: Any, flight: _Flight, pending: PendingCheckpoint) -> None:
-    """Commit without a word to the other ranks: by files."""
+    """Commit without communicating with the other ranks, except through files."""
     tag, where = pending.record.tag, records_dir(pending.save_dir)
     if flight.rank == 0:
         print(

@@ -1,19 +1,19 @@
-"""ZeRO's partitions at a load: keep them, take an existing conversion, make one, or refuse.
+"""ZeRO's partitions at a load: use them, use an existing conversion, make one, or refuse.
 
-    prepare_load     before the model is built: rank 0 looks and converts, or every rank refuses; no GPU memory is used
-    conversion       within load_checkpoint, where the engine says what it is; the same decision
+    prepare_load     before the model is built: rank 0 checks and converts, or every rank refuses; uses no GPU memory
+    conversion       within load_checkpoint, once the engine is known; the same decision
 
-Rank 0 may work for an hour, and no rank sits in a collective meanwhile (`ranks.on_rank_0_for_long`).
+Rank 0 may work for an hour, and meanwhile no rank waits in a collective (`ranks.on_rank_0_for_long`).
 
-A universal load restores what the optimizer holds; what DeepSpeed leaves out is put back here, and what cannot be is
-refused beforehand. It passes over the module's own state dict, and with it
+A universal load restores what the optimizer holds; what DeepSpeed leaves out is restored here, and what cannot be is
+refused in advance. It skips the module's own state dict, and with it
 
-- persistent buffers (running means, for example) and frozen parameters, which keep what the new process made of them;
+- persistent buffers (such as running means) and frozen parameters, which keep their values from the new process;
 - under ZeRO 3, the settings of every parameter group but the first: all groups get the first one's weight decay;
-- under ZeRO 3, a count of steps for each part of the optimizer: all share one tensor, which torch's optimizers then
-  count up once for each part in every step.
+- under ZeRO 3, a step count for each part of the optimizer: all share one tensor, which torch's optimizers then
+  increase once for each part in every step.
 
-Read against DeepSpeed 0.19: engine.py ``_load_checkpoint``, zero/stage3.py
+Checked against DeepSpeed 0.19: engine.py ``_load_checkpoint``, zero/stage3.py
 ``load_hp_checkpoint_state_from_checkpoint_dir_stage3``.
 """
 
@@ -57,10 +57,10 @@ def check_restorable(engine: Any) -> None:
 
 
 def restore_rest(engine: Any, tag_dir: Path) -> None:
-    """Put back what DeepSpeed's universal load passed over. On every rank; reads files only if there is something.
+    """Restore what DeepSpeed's universal load skipped. On every rank; reads files only if there is something.
 
     Args:
-        engine: which has loaded it.
+        engine: has loaded the checkpoint.
         tag_dir: of the universal checkpoint.
     """
     names = [name for kind in _outside_the_optimizer(engine.module) for name in kind]
@@ -69,7 +69,7 @@ def restore_rest(engine: Any, tag_dir: Path) -> None:
         now = dict(engine.module.named_buffers()) | dict(engine.module.named_parameters())
         with torch.no_grad():
             for name in names:
-                if name in saved:  # save_checkpoint(exclude_frozen_parameters=True)
+                if name in saved:  # false after save_checkpoint(exclude_frozen_parameters=True)
                     now[name].copy_(saved[name])
     if facts.zero_stage(engine) != 3:
         return
@@ -98,25 +98,25 @@ def prepare_load(
     tag: str | None = None,
     elastic: bool = False,
 ) -> None:
-    """See to it that the checkpoint which ``load_checkpoint`` will take can be loaded by this number of ranks.
+    """Ensure that the checkpoint which ``load_checkpoint`` will use can be loaded by this number of ranks.
 
-    Call it on every rank before the model is built: what is refused here is refused before any GPU memory is used,
-    and a conversion leaves the GPUs to nobody else's model. An empty directory is fine.
+    Call it on every rank before the model is built: a refusal then comes before any GPU memory is used, and a
+    conversion does not keep GPUs waiting. An empty directory is fine.
 
     Args:
         load_dir: the checkpoint root.
-        zero_stage: of the engine to come.
+        zero_stage: of the future engine.
         partitions: ranks over which it will divide the optimizer state, data-parallel times context-parallel; None:
             all ranks.
         tag: exactly this checkpoint; None: the newest complete one.
-        elastic: convert by itself where that is needed.
+        elastic: convert automatically if necessary.
 
     Raises, on every rank:
-        CheckpointError: nothing whole is there, or another number of ranks saved it and ``elastic`` is not set, with
-            the command to run; or the conversion fails.
+        CheckpointError: no checkpoint is complete, or another number of ranks saved it and ``elastic`` is not set
+            (names the command to run); or the conversion fails.
     """
     if Replay.asked() is not None:
-        return  # what it loads is chosen already, and it converts nothing
+        return  # what it loads is already chosen, and it converts nothing
     now = Partitions(ranks=partitions or world_size(), zero_stage=zero_stage)
 
     def look(beat: Callable[[], None]) -> None:
@@ -128,13 +128,13 @@ def prepare_load(
 
 
 def conversion(choice: Choice, record: StepFile | None, now: Partitions, *, elastic: bool) -> str | None:
-    """The tag of the universal checkpoint to load in place of the chosen one; None if that one loads as it is.
+    """The tag of the universal checkpoint to load instead of the choice; None if that loads directly.
 
     Args:
         choice: what is to be loaded, the same on every rank.
         step: its record, as this rank read it.
         now: how the engine divides the optimizer state.
-        elastic: convert by itself where that is needed.
+        elastic: convert automatically if necessary.
 
     Raises, on every rank: as `prepare_load`; or a rank does not see the conversion.
     """
@@ -146,11 +146,11 @@ def conversion(choice: Choice, record: StepFile | None, now: Partitions, *, elas
 
 
 def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], None]) -> str | None:
-    """On rank 0."""
+    """Decide, and convert, on rank 0."""
     record = choice.record
     if record is None or not now.differ_from(record.topology):
         return None
-    elastic = elastic and Replay.asked() is None  # which changes nothing of the run
+    elastic = elastic and Replay.asked() is None  # a replay changes nothing of the run
     there = check_zero(choice, now, elastic=elastic, checksums=True) or convert(
         choice.tag_dir, save_id=record.save_id, made_by="job", report=Reporter(say=_say, beat=beat)
     )
@@ -158,12 +158,12 @@ def _settle(choice: Choice, now: Partitions, elastic: bool, beat: Callable[[], N
 
 
 def _say(words: str) -> None:
-    # Printed, not logged: it explains why a job stands still, whatever the program does with its logging.
+    # Printed, not logged: it explains why a job waits, whatever the program does with its logging.
     print(f"megaresume: {words}", flush=True)
 
 
 def _wait_for(tag_dir: Path, save_id: str, timeout_seconds: float = 30.0) -> None:
-    """Caches of shared filesystems lag behind."""
+    """Wait until the caches of shared filesystems show a conversion."""
     deadline = time.monotonic() + timeout_seconds
     for _ in pauses(0.5):
         try:

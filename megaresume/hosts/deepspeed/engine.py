@@ -1,6 +1,6 @@
-"""The facts about a DeepSpeed engine. Everything that reads the engine's private names is in this file.
+"""Facts about a DeepSpeed engine. All use of the engine's private names is in this file.
 
-Read against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runtime/pipe/engine.py).
+Checked against DeepSpeed 0.16 to 0.19 (deepspeed/runtime/engine.py, deepspeed/runtime/pipe/engine.py).
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ from megaresume.stream.errors import CheckpointError, UsageError
 
 
 def is_pipeline(engine: Any) -> bool:
-    """Whether the engine pulls its micro-batches itself, in ``train_batch``."""
+    """Whether the engine fetches its micro-batches itself, in ``train_batch``."""
     return hasattr(engine, "train_batch") and hasattr(engine, "set_dataiterator")
 
 
 def reads_batches(engine: Any) -> bool:
-    """Whether this rank of a pipeline engine is given batches."""
+    """Whether this rank of a pipeline engine gets batches."""
     return bool(engine.is_first_stage() or engine.is_last_stage())
 
 
 def ends_step(engine: Any) -> bool:
-    """Before ``engine.step()``: whether it changes the weights. With ``managed_gradient_accumulation: false`` (from
-    DeepSpeed 0.19 on) every call does."""
+    """Whether ``engine.step()``, called now, changes the weights. With ``managed_gradient_accumulation: false`` (from
+    DeepSpeed 0.19 on), every call does.
+    """
     managed = getattr(engine, "managed_gradient_accumulation", None)
     return (managed is not None and not managed()) or bool(engine.is_gradient_accumulation_boundary())
 
 
 def check_engine(engine: Any) -> None:
-    """Raise a UsageError for engines and settings under which a checkpoint cannot be committed."""
+    """Raise a UsageError for engines and settings whose checkpoints cannot be committed."""
     _check_writer_kind(engine)
     if getattr(engine, "use_node_local_storage", lambda: False)():
         raise UsageError(
@@ -50,14 +51,14 @@ def check_engine(engine: Any) -> None:
 
 
 def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str, *, begin_anew: str) -> None:
-    """Raise a CheckpointError if DeepSpeed's own load cannot take ZeRO's optimizer state of a checkpoint.
+    """Raise a CheckpointError if DeepSpeed's own load cannot read ZeRO's optimizer state in a checkpoint.
 
     Args:
         stage: of ZeRO; None: not DeepSpeed.
-        before: how the run was laid out when it saved; None if not known.
-        ranks: data-parallel ranks now.
+        before: the layout of the run when it saved; None if unknown.
+        ranks: current number of data-parallel ranks.
         tag: of the checkpoint.
-        begin_anew: how to load weights alone.
+        begin_anew: how to load only the weights.
     """
     if stage and before is not None and before.dp != ranks:
         raise CheckpointError(
@@ -71,7 +72,7 @@ def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str
 
 
 def _check_writer_kind(engine: Any) -> None:
-    """Of ``checkpoint.writer`` and ``datastates_ckpt``: what can be committed, and loaded afterwards."""
+    """Refuse kinds of ``checkpoint.writer`` and ``datastates_ckpt`` that cannot be committed, or loaded afterwards."""
     if is_decoupled(engine) and not hasattr(engine.checkpoint_engine, "ckpt_process"):
         raise UsageError(
             "this checkpoint engine of DeepSpeed writes after save_checkpoint has returned, and does not say when it "
@@ -105,22 +106,22 @@ def has_writer(engine: Any) -> bool:
 
 
 def data_size(engine: Any) -> int:
-    """Data-parallel ranks: those that are given different samples."""
+    """The number of data-parallel ranks: those that get different samples."""
     return int(engine.dp_world_size)
 
 
 def data_rank(engine: Any) -> int:
-    """This rank among the data-parallel ranks."""
+    """This rank's number among the data-parallel ranks."""
     return dist.get_rank(group=engine.data_parallel_group)
 
 
 def partitions(engine: Any) -> int:
-    """Ranks over which ZeRO divides the optimizer state."""
+    """The number of ranks over which ZeRO divides the optimizer state."""
     return int(engine.seq_dp_world_size)
 
 
 def pipeline_stages(engine: Any) -> int:
-    """Stages of its pipeline; 1: it has none."""
+    """The number of pipeline stages; 1 without a pipeline."""
     return int(engine.grid.pipe_parallel_size) if is_pipeline(engine) else 1
 
 
@@ -130,7 +131,7 @@ def loads_universal(engine: Any) -> bool:
 
 
 def loads_own_zero_files(engine: Any, before: Topology) -> bool:
-    """Whether each rank reads ZeRO's state of its own place alone, of a checkpoint that was saved in this layout."""
+    """Whether each rank reads only its own part of ZeRO's state, if a checkpoint was saved in this layout."""
     now = topology(engine)
     names = ("world_size", "dp", "tp", "pp", "cp", "zero_stage")
     is_same = all(getattr(before, name) == getattr(now, name) for name in names)
@@ -138,34 +139,34 @@ def loads_own_zero_files(engine: Any, before: Topology) -> bool:
 
 
 def as_universal(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """Within it, ``load_checkpoint`` takes a tag for a universal checkpoint; the config stays as it is."""
+    """A context in which ``load_checkpoint`` treats a tag as a universal checkpoint; the config is not changed."""
     return replaced(engine._config, load_universal_checkpoint=True)
 
 
 def zero_stage(engine: Any) -> int:
-    """0 to 3."""
+    """ZeRO's stage, 0 to 3."""
     return int(engine.zero_optimization_stage())
 
 
 def model_file(engine: Any, tag_dir: Path) -> Path:
-    """The file of a universal checkpoint that holds this rank's module."""
+    """The file of a universal checkpoint with this rank's module."""
     with as_universal(engine):
         return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
 
 
 def set_batch_size(engine: Any, size: int) -> None:
-    """Change the global batch size (samples) between two steps, with all that DeepSpeed leaves behind."""
+    """Change the global batch size (samples) between two steps, including what DeepSpeed leaves unchanged."""
     engine.set_train_batch_size(size)
     if not is_pipeline(engine):
-        # The engine steps where its micro-step counter is a multiple of the *new* number of micro-steps; without
-        # this, the first step of another size would be cut short.
+        # The engine steps when its micro-step counter is a multiple of the *new* number of micro-steps; without this,
+        # the first step with another size would be cut short.
         engine.micro_steps = 0
     if hasattr(engine.optimizer, "gradient_accumulation_steps"):
         engine.optimizer.gradient_accumulation_steps = engine.gradient_accumulation_steps()
 
 
 def forget_gradients(engine: Any) -> None:
-    """Clear what a step that was not finished has left; DeepSpeed's load and its ``zero_grad`` leave some of it."""
+    """Clear what an unfinished step has left; DeepSpeed's load and its ``zero_grad`` do not clear everything."""
     if is_pipeline(engine) or engine.optimizer is None:
         return
     optimizer = engine.optimizer
@@ -173,17 +174,17 @@ def forget_gradients(engine: Any) -> None:
     optimizer.zero_grad()
     if hasattr(optimizer, "clear_hp_grads"):  # bfloat16 without ZeRO: the float32 sums
         optimizer.clear_hp_grads()
-    if zero_stage(engine) in (1, 2):  # as its constructor leaves them
+    if zero_stage(engine) in (1, 2):  # as after its constructor
         optimizer.micro_step_id = -1
         optimizer.averaged_gradients, optimizer.all_grad_tensors = {}, {}
 
 
-#: in a file of an optimizer's state: the save that wrote it. The file of the weights has the client state for that.
+#: key for the id of the save in a file of optimizer state. For the weights' file, the client state has it.
 _SAVE = "megaresume_save"
 
 
 def stamped(engine: Any, save_id: str) -> contextlib.AbstractContextManager[None]:
-    """Within it, ``save_checkpoint`` puts the id of the save into every file of an optimizer's state."""
+    """A context in which ``save_checkpoint`` adds the id of the save to every file of optimizer state."""
     write = engine.checkpoint_engine.save
 
     @functools.wraps(write)
@@ -196,8 +197,9 @@ def stamped(engine: Any, save_id: str) -> contextlib.AbstractContextManager[None
 
 
 def checked(engine: Any, save_id: str | None) -> contextlib.AbstractContextManager[None]:
-    """Within it, ``load_checkpoint`` raises an `OtherSaveError` for a file that another save has stamped: so a whole
-    file of another step is found without any checksum. None if nobody knows which save it is."""
+    """A context in which ``load_checkpoint`` raises an `OtherSaveError` for a file stamped by another save, so that an
+    intact file of another step is detected without checksums. None if the save is unknown.
+    """
     read = engine.checkpoint_engine.load
 
     @functools.wraps(read)
@@ -223,8 +225,9 @@ def _wrapped(function: Callable[..., Any], *places: tuple[Any, str]) -> Iterator
 
 @contextlib.contextmanager
 def failing_late(engine: Any) -> Iterator[list[Exception]]:
-    """Within it, ``save_checkpoint`` does not raise on a rank that cannot write a file: it would leave the others in
-    the collectives that follow. It writes nothing more, and what was raised is in the list that is given."""
+    """A context in which ``save_checkpoint`` does not raise on a rank that cannot write a file, as that would leave the
+    others in subsequent collectives. Such a rank writes nothing more, and the error is in the yielded list.
+    """
     errors: list[Exception] = []
 
     def late(write: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -242,11 +245,11 @@ def failing_late(engine: Any) -> Iterator[list[Exception]]:
 
 @contextlib.contextmanager
 def raising_last(engine: Any, *writers: tuple[Any, str]) -> Iterator[None]:
-    """Within it, a rank that cannot write a file continues to the collectives in which the others wait for it; what was
-    raised first is raised at the end.
+    """A context in which a rank that cannot write a file continues to the collectives where the others wait for it; the
+    first error is raised at the end.
 
     Args:
-        engine: which writes, see `failing_late`; None: another backend.
+        engine: writes, see `failing_late`; None: another backend.
         writers: other methods, by owner and name, that write files of this rank before a collective.
     """
     with contextlib.nullcontext(list[Exception]()) if engine is None else failing_late(engine) as errors:
@@ -265,15 +268,16 @@ def raising_last(engine: Any, *writers: tuple[Any, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(engine: Any, gate: Callable[[], None]) -> Iterator[None]:
-    """Within it, ``load_checkpoint`` calls ``gate`` after a rank has read files of its own and before a collective: a
-    rank that cannot read a file does not come there."""
+    """A context in which ``load_checkpoint`` calls ``gate`` after a rank has read its own files and before a
+    collective; a rank that cannot read a file never gets there.
+    """
 
     def after(collective: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         gate()
         return collective(*args, **kwargs)
 
     places = (
-        (engine, "load_module_state_dict"),  # ZeRO 3: gathers parameters if weights alone are loaded
+        (engine, "load_module_state_dict"),  # ZeRO 3: gathers parameters when only weights are loaded
         (engine.module, "_synchronize_tied_weights"),  # pipelines: broadcasts
         (engine.optimizer, "checkpoint_event_epilogue"),  # ZeRO 3: gathers small parameters
         (engine.optimizer, "update_lp_params"),  # ZeRO 1 and 2, universal: gathers weights
@@ -305,9 +309,9 @@ def topology(engine: Any) -> Topology:
 def expected_files(engine: Any, save_dir: str, tag: str) -> list[str]:
     """The files that this rank writes into the tag directory, relative to it.
 
-    Model states: one for each model-parallel rank, by data-parallel rank 0 (ZeRO 3: by every rank). Optimizer states:
-    one for each rank from ZeRO 1 on. Pipelines: one for each layer besides. Files of MoE experts and of tensors
-    offloaded to NVMe are not among them; the manifest lists those that are there.
+    Model states: one per model-parallel rank, by data-parallel rank 0 (ZeRO 3: by every rank). Optimizer states: one
+    per rank from ZeRO 1 on. Pipelines: also one per layer. Files of MoE experts and of tensors offloaded to NVMe are
+    not among them; the manifest lists those that exist.
     """
     paths: list[str] = []
     if engine.save_non_zero_checkpoint:
@@ -321,7 +325,7 @@ def expected_files(engine: Any, save_dir: str, tag: str) -> list[str]:
 
 
 def _layer_files(module: Any, tag_dir: str) -> list[str]:
-    """As in ``PipelineModule.save_state_dict``."""
+    """The files of layers, as in ``PipelineModule.save_state_dict``."""
     rank, size = module._grid.data_parallel_id, module._grid.data_parallel_size
     layers = list(module.forward_funcs)
     if module.checkpoint_parallel_write_pipeline:

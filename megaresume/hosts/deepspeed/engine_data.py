@@ -1,15 +1,15 @@
-"""`EngineData`: what an engine's data has in common, whether of a stream, of items or of a loader.
+"""`EngineData`: common to an engine's data, whether from a stream, from items or from a loader.
 
 The engine's own calls are the clock of its `Count`; on every rank
 
     next(data)                take()
     engine.step()             use() within an accumulation; at its end check_step(), with what the model was given
-    engine.global_steps       went up by one: stepped(). A pipeline engine takes and steps within ``train_batch``
+    engine.global_steps       increased by one: stepped(). A pipeline engine takes and steps within ``train_batch``
     engine.save_checkpoint    check_save()
     engine.load_checkpoint    loaded()
 
-Counting shows how many micro-batches were taken and how many trained; it cannot show that two were taken, one was
-evaluated and the other trained twice, or that one had no backward. `megaresume.hosts.deepspeed.witness` can.
+Counting shows how many micro-batches were taken and how many trained; it cannot show that two were taken, one of which
+was evaluated and the other trained twice, or that one had no backward. `megaresume.hosts.deepspeed.witness` can.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _WORDS = Words(
 class EngineData(Batches):
     """The micro-batches of one rank, clocked by the engine's optimizer steps."""
 
-    #: what is handed out and what is trained.
+    #: counts what is handed out and what is trained.
     _count: Count[MicroBatch]
 
     balance: Balance | None = None
-    #: for errors: the state that a load restores, where it stands without one, and what it should be.
+    #: words for errors: the state that a load restores, the position without one, and what it should be.
     state_in_words: ClassVar[tuple[str, str, str]]
 
     def __init__(self, engine: Any, session: Session) -> None:
@@ -77,55 +77,55 @@ class EngineData(Batches):
         self.host.batches = session.data = self
         self._is_pipeline = facts.is_pipeline(engine)
         self._witness = Witness()
-        #: the micro-batch that was forwarded last, and whether its losses are wanted.
+        #: the last micro-batch that had a forward; whether its losses are wanted.
         self._with_losses: MicroBatch | None = None
         self._wants_losses = False
-        #: a micro-batch that was looked at and not taken.
+        #: micro-batches that were looked at and not taken.
         self._ahead: list[tuple[Any, MicroBatch]] = []
-        #: micro-batches of this rank in the step that is handed out.
+        #: micro-batches of this rank in the current step.
         self._per_step = 0
-        #: why nothing more is handed out, though nothing failed.
+        #: why nothing more is handed out, although nothing failed.
         self._closed: StateError | None = None
-        #: whether the position of the engine is one that the data has too.
+        #: whether the engine's position is also the data's.
         self._ready = int(engine.global_steps) == 0
 
     @abstractmethod
     def _read(self) -> tuple[Any, MicroBatch]:
-        """Read the next micro-batch, and say what is to be known of it."""
+        """Read the next micro-batch, and what must be known about it."""
 
     @abstractmethod
     def _open_step(self) -> None:
         """Begin to hand out a step."""
 
     def _note_step(self, batches: Sequence[MicroBatch]) -> None:
-        """A step was made, of these as they were handed out. The witness still knows its forwards."""
+        """Note that a step was done on these, as they were handed out. The witness still knows its forwards."""
 
     def _count_from(self, step: int, samples: int, *, reads: bool = True) -> None:
-        """So many steps have trained so many samples. ``reads``: whether this rank is given batches at all."""
+        """Set the count: this many steps have trained this many samples. ``reads``: it gets batches."""
         reads = reads and (not self._is_pipeline or facts.reads_batches(self.engine))
         self._count = Count(_WORDS, step, samples, reads=reads, checks_before_weights_change=True)
         self._witness.clear()
 
     @property
     def samples_trained(self) -> int:
-        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+        """Samples trained by optimizer steps since the start of the run, over all ranks."""
         count = self._count
         is_made = int(self.engine.global_steps) == count.step + 1 and (count.is_whole or not count.reads)
         return count.samples + count.size if is_made else count.samples
 
     @property
     def resume(self) -> Resume | None:
-        """The checkpoint that the last ``engine.load_checkpoint`` restored; None: none, this is a fresh start."""
+        """The checkpoint that the last ``engine.load_checkpoint`` restored; None: this is a fresh start."""
         return self.session.resumed
 
     @property
     def attempt(self) -> int | None:
-        """Number of this start of the run, from 1; None if no step has begun yet, or no ``save_dir`` is known."""
+        """The number of this start of the run, from 1; None if no step has begun yet, or no ``save_dir`` is known."""
         return self.session.attempt
 
     @property
     def meter(self) -> Meter | None:
-        """Of the live figures, for ``data.meter.losses(batch, token_loss)``; None without ``metrics=``."""
+        """The meter of live figures, for ``data.meter.losses(batch, token_loss)``; None without ``metrics=``."""
         return self.session.meter
 
     @property
@@ -134,7 +134,7 @@ class EngineData(Batches):
         return self.session.random
 
     def _begin_again(self) -> None:
-        """At ``iter(data)``: hand out again what is out and was only looked at."""
+        """Called by ``iter(data)``: hand out again what is out and was only looked at."""
         count = self._count
         is_over = count.failure is not None or self._closed is not None
         if not count.is_idle and self.is_untouched and not self._is_pipeline and not is_over:
@@ -147,12 +147,12 @@ class EngineData(Batches):
         """The next micro-batch, see `megaresume.attach`.
 
         Raises:
-            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not fit, or
-                a micro-batch was taken and not trained. From then on always the same.
+            StateError: the engine was loaded from a checkpoint and the data was not, steps and batches do not match, or
+                a micro-batch was taken and not trained. The same error is raised from then on.
             StreamExhausted: the stream ends within this global batch; raised at its start, on every rank alike.
             UsageError: this rank has no loader, or the loader no batches.
-            CorpusError: a document is damaged. Only on the rank that reads it: the process must end, and the
-                launcher with it the others.
+            CorpusError: a document is damaged. Only raised on the rank that reads it: the process must end, and its
+                launcher must end the others.
         """
         is_first = self._random.step_begins()
         batch, what = self._close_on_error(self._read_next)
@@ -184,11 +184,12 @@ class EngineData(Batches):
         return self._ahead.pop() if self._ahead else self.session.clocks.wait(self._read)
 
     def peek(self) -> Any:
-        """A copy of the micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph
-        captures. Of a loader that saves its own state: after ``engine.load_checkpoint``, as it cannot go back."""
+        """A copy of the next micro-batch, without taking it: for shapes, warm-ups, graph captures. With a loader that
+        saves its own state: only after ``engine.load_checkpoint``, as it cannot go back.
+        """
         self._check_open()
         if not self._ahead:
-            self._random.step_begins()  # what is drawn to read it is drawn again after a resume
+            self._random.step_begins()  # a resume draws again what is drawn to read it
             self._ahead.append(self._read())
         batch, what = self._ahead[0]
         self._witness.know(what.key)
@@ -203,7 +204,7 @@ class EngineData(Batches):
             if self._closed is None:
                 self._fail(error)
             raise
-        except BaseException as error:  # a micro-batch may be read, and not handed out
+        except BaseException as error:  # a micro-batch may have been read, but not handed out
             if self._closed is None:
                 self._fail(_lost(error))
             raise
@@ -220,21 +221,21 @@ class EngineData(Batches):
         return [taken.batch for taken in self._count.out]
 
     def _as_known(self, batch: Any, name: str) -> MicroBatch:
-        """What is to be known of a micro-batch of any kind."""
+        """What is known about a micro-batch of any kind."""
         tokens = None if self._is_pipeline else tokens_of(batch)
         if tokens is None:
             return MicroBatch(name)
         return MicroBatch(name, key=int(fingerprint(tokens)), tokens=tokens.numel())
 
     def _check_open(self) -> None:
-        """Before a look at the next micro-batch: raise what ``next(data)`` would raise."""
+        """Raise what ``next(data)`` would raise, before a look at the next micro-batch."""
         self._count.check()
         if self._closed is not None:
             raise self._closed
         self._check_clock()
 
     def _check_clock(self) -> None:
-        """Raise a StateError if steps were made that these batches cannot have led to."""
+        """Raise a StateError if steps were done that these batches cannot have caused."""
         if not self._ready:
             state, found, expected = self.state_in_words
             raise StateError(
@@ -258,18 +259,19 @@ class EngineData(Batches):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing of the step that is handed out can have been trained: it may be handed out again."""
+        """Whether nothing of the current step can have been trained, so that it may be handed out again."""
         return not self._count.used and not self._witness.graphs
 
     # Around the engine's own methods
 
     def saw(self, inputs: tuple[Any, ...]) -> Forward | None:
-        """The model is given these inputs. None: no backward can follow."""
+        """Note the inputs of the model's forward. Returns None if no backward can follow."""
         return self._witness.look(inputs, self._out, turn=self._count.used)
 
     def gave(self, forward: Forward | None, inputs: Mapping[str, Any], outputs: Any) -> None:
-        """The model has given this, of inputs by name. Of several forwards of a micro-batch, the losses of
-        those of other tokens than its own count for nothing."""
+        """Note the outputs of the model, for inputs by name. If a micro-batch had several forwards, only losses for its
+        own tokens count.
+        """
         if forward is not None:
             self._witness.watch(forward, outputs)
         losses, count = self.host.losses, self._count
@@ -307,7 +309,7 @@ class EngineData(Batches):
         self._close_on_error(check)
 
     def backward(self, function: Callable[[], Any]) -> Any:
-        """Around ``engine.backward()``."""
+        """Wraps ``engine.backward()``."""
         return self._witness.backward(lambda: self.broken_by_errors_of("engine.backward()", function))
 
     def after_step(self) -> None:
@@ -315,24 +317,24 @@ class EngineData(Batches):
         self._check_clock()
 
     def broken_by_errors_of(self, call: str, function: Callable[[], Any], *, weights: bool = False) -> Any:
-        """Call the engine. If that fails, train nothing more until a load: a part of it is in the gradients.
+        """Call the engine. If that fails, train nothing more until a load, as a part of it is in the gradients.
 
         Args:
-            call: in words.
+            call: its name, in words.
             function: the call.
-            weights: a part of it may be in the weights as well, and nothing more is saved.
+            weights: whether a part of it may also be in the weights, so that nothing more may be saved.
         """
         try:
             return function()
         except BaseException as error:
-            if weights and isinstance(error, MegaresumeError):  # of a save or of the data: before weights change
+            if weights and isinstance(error, MegaresumeError):  # from a save or from the data, before weights change
                 raise
             failure = _half_done(call, error, weights, reload=weights or facts.zero_stage(self.engine) < 2)
             self._fail(failure, may_save=not weights)
             raise
 
     def _step_begins(self) -> None:
-        """Before the first micro-batch of a step, on every rank. See `Session.step_begins`."""
+        """Called before the first micro-batch of a step, on every rank. See `Session.step_begins`."""
         try:
             self.session.step_begins()
         except Stopped:
@@ -361,26 +363,26 @@ class EngineData(Batches):
         """End a step of a pipeline engine.
 
         Raises:
-            StateError: it was trained on other batches. On the ranks that read batches; no checkpoint is saved of it.
+            StateError: it was trained on other batches. On the ranks that read batches; no checkpoint of it is saved.
         """
         self._close_on_error(self._check_clock)
 
     def not_restored(self, error: MegaresumeError) -> None:
-        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+        """Note that the weights of a checkpoint are loaded without its data: train nothing before another load."""
         self._fail(error, may_save=False)
 
     def check_save(self) -> None:
-        """Raise a StateError if a checkpoint would not be one of a step."""
+        """Raise a StateError if a checkpoint now would not be one after a step."""
         self._check_clock()
         self._count.check_save()
 
     def close(self) -> None:
-        """Stop reading ahead, and listening, at the end of a run; nothing more is handed out."""
+        """Stop reading ahead and listening, at the end of a run; nothing more is handed out."""
         self.detach("it was closed", "call megaresume.attach again to train on")
         self.session.close()
 
     def detach(self, why: str, action: str) -> None:
-        """Hand out nothing more, and say why, and what to do, if it is asked for."""
+        """Hand out nothing more; if asked for it, say why, and what to do."""
         self._closed = StateError("this data hands out nothing more", cause=why, action=action)
         self._close()
 

@@ -1,7 +1,7 @@
 """`EngineHost`: a DeepSpeed engine as the host of a `Session`.
 
 DeepSpeed's own ``latest`` is not a commit marker: its rank 0 writes it, in place, while other ranks may still be
-writing their files. So it is told not to, and the commit writes it.
+writing their files. So DeepSpeed is told not to write it, and the commit does.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 
-#: the one key that we add to DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
+#: our only key in DeepSpeed's client state, which shares a namespace with DeepSpeed's own.
 KEY = "megaresume"
 
 
 class Batches(Data, Protocol):
-    """The data of an engine, and what it knows of the run that the engine does not."""
+    """The data of an engine, and what it knows about the run that the engine does not."""
 
-    #: how the samples of a step are dealt to the ranks; None: as they come.
+    #: how the samples of a step are dealt to the ranks; None: in order.
     balance: Balance | None
 
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """Worker processes of each rank."""
+        """The number of worker processes per rank."""
 
     @property
     @abstractmethod
@@ -66,25 +66,25 @@ class Batches(Data, Protocol):
     @property
     @abstractmethod
     def samples_trained(self) -> int:
-        """Samples that optimizer steps have trained on, since the start of the run, all ranks together."""
+        """Samples trained by optimizer steps since the start of the run, over all ranks."""
 
     @abstractmethod
     def take_losses(self, losses: Any, counts: Any) -> None:
-        """Give the meter the losses of the micro-batch that was handed out last."""
+        """Pass the losses of the last micro-batch handed out to the meter."""
 
     @abstractmethod
     def not_restored(self, error: MegaresumeError) -> None:
-        """The weights of a checkpoint are loaded, and its data is not: train nothing before another load."""
+        """Note that the weights of a checkpoint are loaded without its data: train nothing before another load."""
 
 
 class EngineHost:
     """See `megaresume.checkpoint.host.Host`.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first.
-        elastic: convert a ZeRO checkpoint of another number of ranks by itself.
-        adopts: whether it takes a checkpoint that was written without megaresume: its data, of a stream, begins after
-            the samples that DeepSpeed has trained.
+        engine: the first result of ``deepspeed.initialize``.
+        elastic: convert a ZeRO checkpoint from another number of ranks automatically.
+        adopts: whether to accept a checkpoint that was written without megaresume: its data, from a stream, begins
+            after the samples that DeepSpeed has trained.
     """
 
     forgotten = "engine.load_checkpoint was forgotten, was given another directory, or load_module_only=True"
@@ -95,12 +95,12 @@ class EngineHost:
         self.engine = engine
         self.framework = f"deepspeed {importlib.metadata.version('deepspeed')}"
         self.elastic = elastic
-        #: set by the data itself.
+        #: set by the data.
         self.batches: Batches | None = None
-        #: of each micro-batch, if they are asked for.
+        #: collects the losses of micro-batches, if requested.
         self.losses: LogitLosses | None = None
         self._adopts = adopts
-        #: whether the first save has looked for schedulers.
+        #: whether schedulers were checked, at the first save.
         self._is_looked_at = False
 
     def iteration(self) -> int:
@@ -113,13 +113,13 @@ class EngineHost:
         return self.batches.samples_trained
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
-        """See `HasLoggers`: by the engine's monitor, which counts samples."""
+        """See `HasLoggers`: logs to the engine's monitor, which counts samples."""
         monitor, samples = self.engine.monitor, self.engine.global_samples
         if monitor.enabled:
             monitor.write_events([(name, value, samples) for name, value in figures.items()])
 
     def take_losses(self, every: int) -> None:
-        """See `GivesLosses`: those of a model of transformers, which is given its labels."""
+        """See `GivesLosses`: for a model of transformers that gets its labels."""
         if facts.is_pipeline(self.engine):
             raise UsageError(
                 "metrics: a pipeline engine shows nobody its losses by token",
@@ -147,13 +147,13 @@ class EngineHost:
         """See `Host`."""
         batches = self.batches
         assert batches is not None
-        # In a ramp-up the engine learns of its batch size only when the next step begins.
+        # In a ramp-up, the engine's batch size is only set when the next step begins.
         size = batches.schedule.size_at(batches.samples_trained)
         now = self.layout(num_workers=batches.num_workers, global_batch_size=size)
         return dataclasses.replace(now, balance=batches.balance)
 
     def layout(self, *, num_workers: int, global_batch_size: int | None) -> Topology:
-        """The layout of the run: the engine's, with the workers and the batch size, which it does not know."""
+        """The layout of the run: the engine's, with workers and batch size, which it does not know."""
         now = facts.topology(self.engine)
         return dataclasses.replace(now, num_workers=num_workers, global_batch_size=global_batch_size)
 
@@ -169,7 +169,7 @@ class EngineHost:
         return facts.expected_files(self.engine, os.fspath(save_dir), tag)
 
     def needed_files(self, choice: Choice) -> Collection[str] | None:
-        """See `ReadsSome`: of other ranks' ZeRO state nothing, if as many ranks load it as have saved it."""
+        """See `ReadsSome`: without other ranks' ZeRO state, if the number of ranks is that which saved it."""
         record, manifest = choice.record, choice.manifest
         if record is None or manifest is None or not facts.loads_own_zero_files(self.engine, record.topology):
             return None
@@ -188,7 +188,7 @@ class EngineHost:
         return decoupled.is_pending(self.engine)
 
     def committed(self, save_dir: Path) -> None:
-        """See `Host`: conversions of older checkpoints are no longer of use."""
+        """See `Host`: removes conversions of older checkpoints."""
         remove_converted(save_dir)
 
     # Around the engine's methods
@@ -208,7 +208,7 @@ class EngineHost:
         """``engine.save_checkpoint``: see `around_save`.
 
         Returns:
-            what DeepSpeed does, True, also in a replay; False: the save failed, and the run is to continue.
+            DeepSpeed's result, True, also in a replay; False: the save failed, and the run is to continue.
         """
         if session.passes_over_saves():
             return True
@@ -251,8 +251,8 @@ class EngineHost:
         module_only: bool,
         optimizer: bool,
     ) -> tuple[Any, Any]:
-        """``engine.load_checkpoint``: ``read`` is DeepSpeed's method, its other arguments bound."""
-        # ZeRO's files hold the weights in float32 too, and are read in any case.
+        """``engine.load_checkpoint``: ``read`` is DeepSpeed's method, with its other arguments bound."""
+        # ZeRO's files also contain the weights in float32, and are always read.
         optimizer = not module_only and (optimizer or facts.zero_stage(self.engine) > 0)
 
         is_read = False
@@ -291,7 +291,7 @@ class EngineHost:
         return (None, None) if found is None else found  # as DeepSpeed, without its warning on every rank
 
     def pick(self, load_dir: str, tag: str | None) -> Pick:
-        """For `Session.choose`."""
+        """The pick for `Session.choose`."""
         universal = facts.loads_universal(self.engine)
         return lambda shared, damaged: choose_to_load(load_dir, tag, universal, shared=shared, damaged=damaged)
 
@@ -303,10 +303,10 @@ class EngineHost:
         *,
         optimizer: bool,
     ) -> tuple[Choice, Any, Any]:
-        """Read what was chosen with DeepSpeed's method, or its universal form, where another number of ranks, or of
-        stages, saved it.
+        """Read the choice with DeepSpeed's method, or its universal form if another number of ranks, or of stages,
+        saved it.
 
-        ``optimizer``: whether the optimizer's state is asked for; weights alone load on any number of ranks.
+        ``optimizer``: whether the optimizer's state is requested; weights alone load on any number of ranks.
 
         Returns:
             what was read, DeepSpeed's path and client state.
@@ -341,7 +341,7 @@ class EngineHost:
         return choice, path, client_state
 
     def _adopted(self, choice: Choice, samples: int) -> Envelope:
-        """The state after as many samples as DeepSpeed has counted: trained, though nobody knows which they were."""
+        """The state after the samples counted by DeepSpeed, which were trained, but are not known."""
         note = f"{samples} samples up to {choice.tag} were trained without megaresume, in another order"
         if is_rank_0():
             print(f"megaresume: {note}; the stream begins after them", flush=True)
@@ -358,7 +358,7 @@ def _check_written(errors: list[Exception], save: Save) -> None:
 
 
 def _check_loaded(path: object, choice: Choice) -> None:
-    """Raise a CheckpointError if DeepSpeed did not load what was chosen, which it says by returning None."""
+    """Raise a CheckpointError if DeepSpeed did not load the choice, which it shows by returning None."""
     if path is None:
         raise CheckpointError(
             "DeepSpeed did not load the checkpoint",
@@ -370,11 +370,11 @@ def _check_loaded(path: object, choice: Choice) -> None:
 
 
 def around_save(save: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine's ``save_checkpoint``, done by ``instead(write, save_dir, tag, client_state, latest)``.
+    """An engine's ``save_checkpoint``, replaced by ``instead(write, save_dir, tag, client_state, latest)``.
 
     Args:
         save: DeepSpeed's method.
-        instead: is given ``write(tag=..., client_state=..., save_latest=...)``, which is that method with all other
+        instead: gets ``write(tag=..., client_state=..., save_latest=...)``, which is that method with all other
             arguments bound.
     """
 
@@ -395,11 +395,11 @@ def around_save(save: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 
 
 def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine's ``load_checkpoint``, done by ``instead(read, load_dir, tag, module_only, optimizer_states)``.
+    """An engine's ``load_checkpoint``, replaced by ``instead(read, load_dir, tag, module_only, optimizer_states)``.
 
     Args:
         load: DeepSpeed's method.
-        instead: is given ``read(load_dir, tag=...)``, which is that method with all other arguments bound.
+        instead: gets ``read(load_dir, tag=...)``, which is that method with all other arguments bound.
     """
 
     @functools.wraps(load)
@@ -428,7 +428,7 @@ def around_load(load: Callable[..., Any], instead: Callable[..., Any]) -> Callab
 
 
 def _check_key(client_state: Mapping[str, Any]) -> None:
-    # What a load returned may be passed on: its data state is replaced by that of this save.
+    # A program may pass on what a load returned: its data state is replaced by that of this save.
     value = client_state.get(KEY)
     if value is not None and (not isinstance(value, Mapping) or value.get("format") != FORMAT):
         raise UsageError(

@@ -1,8 +1,8 @@
 """`ItemData`: the micro-batches of an engine from a `megaresume.DataLoader`.
 
 One order and one count of samples for all ranks, as in `TrainingData`: a resume may have other ranks, workers and
-micro-batch sizes. The loader is not the clock, since it counts what it handed out: the state in a checkpoint is that of
-the samples that ``engine.global_steps`` steps have trained.
+micro-batch sizes. The loader is not the clock, since it counts what it handed out: a checkpoint has the state after the
+samples that ``engine.global_steps`` steps have trained.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megaresume.stream.batches import BatchSchedule
 
 
 class ItemData(StreamData, EngineData):
-    """Iterates over this rank's micro-batches forever, epoch after epoch; made by `megaresume.attach`."""
+    """Iterates over this rank's micro-batches without end, epoch after epoch; created by `megaresume.attach`."""
 
     state_in_words = "no state of its DataLoader", "a DataLoader at its beginning", "the state"
 
@@ -61,7 +61,7 @@ class ItemData(StreamData, EngineData):
         return self.feed.snapshot(samples)
 
     def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`. Any number of ranks, workers and samples of a micro-batch may have saved it."""
+        """See `Data`. It may have been saved with any number of ranks, workers and samples in a micro-batch."""
         of_stream = stream_of(state)
         self._close()
         self.feed.restore(of_stream, choice)
@@ -77,7 +77,7 @@ class ItemData(StreamData, EngineData):
         return self.feed.describe()
 
     def __iter__(self) -> ItemData:
-        """From the first micro-batch on that is not trained. In the middle of an accumulation: continue."""
+        """Begin at the first micro-batch that is not trained. In the middle of an accumulation: continue."""
         if self._ahead and self._count.is_idle:
             self._close()
         self._begin_again()
@@ -97,20 +97,20 @@ class ItemData(StreamData, EngineData):
         self._per_step = self.loader.accumulation
 
     def _close(self) -> None:
-        """Stop reading ahead: what comes next is what follows the trained samples."""
+        """Stop reading ahead, so that reading continues after the trained samples."""
         self._batches.close(self._count.samples)
         self._ahead.clear()
 
 
 def check_loader(engine: Any, loader: Any) -> None:
-    """Raise a UsageError unless it is a `DataLoader` without an end, of the engine's rank and sizes."""
+    """Raise a UsageError unless it is a `DataLoader` without an end, for the engine's rank and sizes."""
     end = "stop when engine.global_steps is EPOCHS * len(dataset) // engine.train_batch_size()"
     check_endless(loader, "the engine", (facts.data_rank(engine), facts.data_size(engine)), end)
     check_sizes(engine, loader)
 
 
 def check_sizes(engine: Any, loader: DataLoader) -> None:
-    """Raise a UsageError if the loader makes other steps than the engine, whose batch size may change in mid-run."""
+    """Raise a UsageError if the loader's steps differ from the engine's, whose batch size may change in mid-run."""
     micro, accumulation = int(engine.train_micro_batch_size_per_gpu()), int(engine.gradient_accumulation_steps())
     said = (
         f"train_micro_batch_size_per_gpu {micro}, gradient_accumulation_steps {accumulation}, of the DeepSpeed config"

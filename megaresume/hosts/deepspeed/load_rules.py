@@ -1,14 +1,14 @@
-"""Rules for loading a DeepSpeed checkpoint: on its records alone, without torch.
+"""Rules for loading a DeepSpeed checkpoint, from its records alone, without torch.
 
-`megaresume plan` asks them before any rank is started, `megaresume.hosts.deepspeed.host` on the ranks.
+Used by `megaresume plan` before any rank is started, and by `megaresume.hosts.deepspeed.host` on the ranks.
 
-ZeRO state of 2 ranks is loaded by 3 if DeepSpeed's universal checkpoint, made once and sealed, lies beside it. (The
-data needs no conversion at all.)
+ZeRO state of 2 ranks is loaded by 3 if DeepSpeed's universal checkpoint, made once and sealed, is beside it. (The data
+needs no conversion at all.)
 
     global_step4/                     ZeRO state of 2 ranks; the run now has 3
-      |  conversion.py                one process, under a lock: room? -> worker, in a process of its own
+      |  conversion.py                one process, under a lock: room? -> worker, in a separate process
       v
-    .global_step4_universal.converting-<random>/     nobody reads it; a kill leaves it, the next conversion clears it
+    .global_step4_universal.converting-<random>/     never read; left by a kill, deleted by the next conversion
       |  sealed, then renamed
       v
     global_step4_universal/           loaded by any number of ranks
@@ -16,8 +16,8 @@ data needs no conversion at all.)
       v
     removed (made by a job), or kept (made by `megaresume convert`)
 
-The seal is a file in the directory: which save it was made of, every file with its size and checksum, and who asked for
-it. The directory appears by rename with the seal in it, so that one without a seal is somebody else's.
+The seal is a file in the directory: the save that it was made from, every file with its size and checksum, and who
+requested it. The directory appears by rename with the seal in it, so that one without a seal is not ours.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError, counted
 
-#: of a universal checkpoint: at the end of its name; its seal, within it, and what that is.
+#: suffix of a universal checkpoint's name; its seal within it, and the format of that.
 SUFFIX = "_universal"
 SEAL = "megaresume.json"
 FORMAT = "megaresume.universal"
@@ -56,7 +56,7 @@ VERSION = 1
 #: job: converted while a run was loading; command: by `megaresume convert`.
 Maker = Literal["job", "command"]
 
-#: of one data-parallel rank each.
+#: files that only one data-parallel rank reads.
 _FILE_OF_RANK = re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_?(?:optim|model)_states\.pt")
 _ZERO_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 
@@ -79,12 +79,12 @@ def choose_to_load(
     Args:
         load_dir: the checkpoint root.
         tag: exactly this one; None: the newest complete one.
-        universal: take what ``latest_universal`` names.
-        shared: where the copies of this root are; no matter for a universal checkpoint.
-        damaged, checksums, progress: see `choose`; a universal checkpoint has none.
+        universal: use what ``latest_universal`` names.
+        shared: where the copies of this root are; ignored for a universal checkpoint.
+        damaged, checksums, progress: see `choose`; ignored for a universal checkpoint.
 
     Raises:
-        CheckpointError: what was asked for is not whole, or nothing is.
+        CheckpointError: the requested checkpoint is incomplete, or all are.
     """
     if not universal and shared is not None:
         return _of_all_ranks(choose_of_two(load_dir, shared, tag=tag, damaged=damaged))
@@ -121,7 +121,7 @@ def _of_all_ranks(choice: Choice | None) -> Choice | None:
 
 
 def is_zero_file(name: str) -> bool:
-    """Whether a file of a tag directory holds ZeRO's state of one data-parallel rank, which no other one reads."""
+    """Whether a file of a tag directory has ZeRO's state of one data-parallel rank, which no other one reads."""
     return _FILE_OF_RANK.fullmatch(name) is not None
 
 
@@ -148,17 +148,18 @@ def check_partitions(tag_dir: Path, manifest: Manifest, topology: Topology) -> N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partitions:
-    """The division of the optimizer state between the ranks of an engine."""
+    """How the optimizer state is divided between the ranks of an engine."""
 
-    #: that it is divided over: data-parallel times context-parallel.
+    #: number of ranks that it is divided over: data-parallel times context-parallel.
     ranks: int
     zero_stage: int
-    #: of a pipeline, over which the parameters themselves are divided; None: not known.
+    #: stages of a pipeline, over which the parameters are divided; None: unknown.
     stages: int | None = None
 
     def differ_from(self, before: Topology | None) -> bool:
-        """Whether it was divided in another way: DeepSpeed would fail on it obscurely, or not notice at all.
-        ``before``: how the run was laid out when it saved; None if not known."""
+        """Whether it was divided in another way: DeepSpeed would fail obscurely, or not notice at all. ``before``: the
+        layout of the run when it saved; None if unknown.
+        """
         if before is None or before.zero_stage is None:
             return False
         if self._has_other_stages(before) or self.is_of_another_kind(before):
@@ -166,11 +167,11 @@ class Partitions:
         return before.dp * before.cp != self.ranks and max(before.zero_stage, self.zero_stage) > 0
 
     def is_of_another_kind(self, before: Topology) -> bool:
-        """Whether DeepSpeed kept it in another form: of ZeRO 0, of ZeRO 1 and 2, or of ZeRO 3."""
+        """Whether DeepSpeed stored it in another form: that of ZeRO 0, of ZeRO 1 and 2, or of ZeRO 3."""
         return _kind(before.zero_stage or 0) != _kind(self.zero_stage)
 
     def describe(self, before: Topology) -> tuple[str, str]:
-        """The layout that saved it, and this one, in words."""
+        """The layout that saved it, and the current one, in words."""
         was, now = counted(before.dp * before.cp, "data-parallel rank"), str(self.ranks)
         if self._has_other_stages(before):
             was, now = f"{was} and {counted(before.pp, 'pipeline stage')}", f"{now} and {self.stages}"
@@ -189,13 +190,13 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
     no conversion beside it, and none will be made.
 
     Args:
-        choice: what is to be loaded.
-        now: the engine's.
-        elastic: the job will convert it.
-        checksums: of a conversion, read every file.
+        choice: to be loaded.
+        now: the engine's layout.
+        elastic: whether the job will convert it.
+        checksums: read every file of a conversion.
 
     Returns:
-        the conversion that is there; None if it is not needed, or is to be made.
+        an existing conversion; None if it is not needed, or is to be made.
     """
     if choice.record is None or not now.differ_from(choice.record.topology):
         return None
@@ -234,10 +235,10 @@ def check_zero(choice: Choice, now: Partitions, *, elastic: bool, checksums: boo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Universal:
-    """A universal checkpoint that is whole."""
+    """A complete universal checkpoint."""
 
     path: Path
-    #: the save that it was made of.
+    #: id of the save that it was made from.
     save_id: str
     made_by: Maker
     #: bytes.
@@ -250,10 +251,10 @@ def universal_dir(tag_dir: Path) -> Path:
 
 
 def write_seal(directory: Path, *, save_id: str, made_by: Maker) -> Universal:
-    """Seal a finished conversion, which has still its temporary name.
+    """Seal a finished conversion that still has its temporary name.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: a write fails.
     """
     files = list_files(directory)
     sums = checksum_files(directory, (entry.path for entry in files))
@@ -279,13 +280,13 @@ def read_universal(tag_dir: Path, save_id: str, *, checksums: bool = False) -> U
     Args:
         tag_dir: of the checkpoint.
         save_id: of its save.
-        checksums: read every file, and compare its checksum.
+        checksums: read every file, and verify its checksum.
 
     Returns:
         None if there is none.
 
     Raises:
-        CheckpointError: there is one that cannot be taken: not ours, of another save, or with files that are missing
+        CheckpointError: there is one that cannot be used: not ours, from another save, or with files that are missing
             or damaged.
     """
     directory = universal_dir(tag_dir)
@@ -315,15 +316,15 @@ def _refused(directory: Path, found: str, cause: str) -> CheckpointError:
 
 
 def remove_converted(root: Path) -> None:
-    """Remove what jobs have converted for themselves: a newer checkpoint was committed. Behind a commit, on rank 0.
+    """Remove what jobs have converted for themselves, as a newer checkpoint was committed. After a commit, on rank 0.
 
-    The files go in a thread of their own: there may be ten thousand of them.
+    The files are deleted in a thread, as there may be ten thousand of them.
     """
     gone: list[Path] = []
     for path in list_universal(root):
         if path.name.endswith(SUFFIX) and _made_by_job(path):
             away = path.with_name(leftover_name(path.name))
-            with contextlib.suppress(OSError):  # what cannot be removed is in nobody's way
+            with contextlib.suppress(OSError):  # what cannot be removed does no harm
                 path.rename(away)
                 gone.append(away)
     delete_soon(gone)
@@ -337,7 +338,7 @@ def _made_by_job(directory: Path) -> bool:
 
 
 def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
-    """(the save that it was made of, who asked for it, its files). Raises CheckpointError."""
+    """(the save that it was made from, who requested it, its files). Raises CheckpointError."""
 
     def make(fields: Mapping[str, Any]) -> tuple[str, Maker, tuple[FileEntry, ...]]:
         made_by: Maker = "job" if text(fields["made_by"]) == "job" else "command"
@@ -348,7 +349,7 @@ def _read_seal(directory: Path) -> tuple[str, Maker, tuple[FileEntry, ...]]:
 
 
 def list_universal(root: Path) -> list[Path]:
-    """The universal checkpoints in a directory, and what was to become one."""
+    """The universal checkpoints in a directory, including unfinished ones."""
     try:
         return [root / name for name in sorted(os.listdir(root)) if SUFFIX in name]
     except OSError:

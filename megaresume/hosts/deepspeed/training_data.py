@@ -1,14 +1,14 @@
-"""The micro-batches of one rank, and the count of samples that the optimizer has trained: `TrainingData` of a stream,
-`AttachedLoader` of a loader that saves its own state.
+"""The micro-batches of one rank, and the count of samples that the optimizer has trained: `TrainingData` from a stream,
+`AttachedLoader` from a loader that saves its own state.
 
-The only clock is ``engine.global_steps``. It says which samples are trained; what was read ahead, handed out and not
-yet stepped on, or lost in a step that a kill cut short does not count and is handed out again after a resume. Steps
-that were skipped for an overflow (fp16) do count: their samples were seen, as in Megatron.
+The only clock is ``engine.global_steps``. It determines which samples are trained; samples that were read ahead, handed
+out without a step, or lost when a kill interrupted a step do not count and are handed out again after a resume. Steps
+that were skipped because of an overflow (fp16) do count: their samples were seen, as in Megatron.
 
-    handed out      up to one step more than what is trained; `Count` sees to it that the next step trains exactly those
+    handed out      up to one step more than what is trained; `Count` ensures that the next step trains exactly those
 
-Faults (records that were not as the index announced them) come with the batches of the rank that read them. Those of
-trained samples are put together at every save, so that the state has all of them, and is the same on every rank.
+Faults (records that differed from the index) come with the batches of the rank that read them. Those of trained samples
+are combined at every save, so that the state has all of them, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from megaresume.stream.stream import Stream
 
 
 class TrainingData(StreamData, EngineData):
-    """Iterates over this rank's micro-batches forever; made by `megaresume.attach`.
+    """Iterates over this rank's micro-batches without end; created by `megaresume.attach`.
 
     Micro-step k of the step that begins at sample c gives data-parallel rank r of D the samples
     ``c + k*(D*m) + r*m .. + m``, or with balance others of that step. Batch sizes are read from the engine at the first
     micro-batch of every step.
 
-    ``iter(data)`` is ``data`` itself: there is one position, that of the engine. What was taken before and not trained
-    is handed out again.
+    ``iter(data)`` is ``data`` itself: there is only one position, that of the engine. What was taken before and not
+    trained is handed out again.
     """
 
     state_in_words = "no data state", "no data state", "the data state"
@@ -70,11 +70,11 @@ class TrainingData(StreamData, EngineData):
         self._set_base(int(engine.global_steps), None)
 
     def _set_base(self, step: int, state: StreamState | None) -> None:
-        """Count from here: ``step`` optimizer steps have trained ``state.samples`` samples."""
+        """Set the count: ``step`` optimizer steps have trained ``state.samples`` samples."""
         planned = self._planned or BatchSchedule.constant(int(self.engine.train_batch_size()))
         sample = 0 if state is None else self.stream.start
         schedule = planned.resumed(() if state is None else state.batches, sample)
-        # Sizes that do not divide must fail now, on every rank, not in the middle of the ramp-up.
+        # Sizes that do not divide must fail now, on every rank, rather than in the middle of the ramp-up.
         micro = int(self.engine.train_micro_batch_size_per_gpu())
         check_sizes(schedule, sample, micro_batch_size=micro, dp_size=facts.data_size(self.engine))
         self._close()
@@ -82,7 +82,7 @@ class TrainingData(StreamData, EngineData):
         self._base_step, self._base_sample = step, sample
         self._count_from(step, sample)
         self._layout: tuple[int, int] | None = None
-        #: whether the log of samples has this beginning.
+        #: whether the log of samples has this start.
         self._log_begun = False
         self._faults = RankFaults(NO_FAULTS if state is None else state.faults, sample)
 
@@ -92,28 +92,28 @@ class TrainingData(StreamData, EngineData):
         return self._schedule
 
     def state(self) -> StreamState:
-        """The state for exactly the samples that are trained; the same on every rank.
+        """The state for exactly the trained samples; the same on every rank.
 
-        Its faults are those up to the last save.
+        It has the faults up to the last save.
 
         Raises:
-            StateError: the engine has steps that this data knows nothing of.
+            StateError: the engine has done steps that this data does not know about.
         """
         self._check_clock()
         return self.snapshot(self.samples_trained)
 
     @property
     def faults(self) -> Faults:
-        """Of trained samples: those of all ranks up to the last save, and those of this rank since then."""
+        """The faults in trained samples: those of all ranks up to the last save, and those of this rank since then."""
         return self._faults.up_to(self.samples_trained)
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of this rank."""
+        """The number of worker processes of this rank."""
         return self.options.num_workers
 
     def prepare(self) -> None:
-        """See `Data`: the faults of all ranks."""
+        """See `Data`: gathers the faults of all ranks."""
         on_all_ranks(self.check_save)
         self._faults.gather(self.samples_trained)
 
@@ -123,11 +123,11 @@ class TrainingData(StreamData, EngineData):
         return state.replace(faults=self._faults.known)
 
     def restore(self, state: DataState, choice: Choice | None = None) -> None:
-        """Resume from a state, at the step that the engine counts. ``engine.load_checkpoint`` does it by itself.
+        """Resume from a state, at the step that the engine counts. ``engine.load_checkpoint`` calls it.
 
         Raises:
-            StateError: the state belongs to another config or other corpora, naming the fields that differ.
-            UsageError: the batch sizes do not divide over the ranks.
+            StateError: the state belongs to another config or other corpora; names the fields that differ.
+            UsageError: the batch sizes do not divide by the ranks.
         """
         of_stream = stream_of(state)
         self.stream.restore(of_stream)
@@ -143,7 +143,7 @@ class TrainingData(StreamData, EngineData):
         return change_lines(self.stream, self._schedule.size_at(self._base_sample))
 
     def __iter__(self) -> TrainingData:
-        """From the first micro-batch on that is not trained. In the middle of an accumulation: continue."""
+        """Begin at the first micro-batch that is not trained. In the middle of an accumulation: continue."""
         self._begin_again()
         return self
 
@@ -163,9 +163,9 @@ class TrainingData(StreamData, EngineData):
         return self._transformed(batch), what
 
     def peek(self) -> Any:
-        """The micro-batch that ``next(data)`` gives next, without taking it: for shapes, warm-ups, graph captures.
+        """The next micro-batch, without taking it: for shapes, warm-ups, graph captures.
 
-        Any rank may ask alone. Read on its own each time; ``transform`` is applied.
+        Any rank may call it alone. It is read separately each time; ``transform`` is applied.
 
         Raises:
             StateError: as ``next(data)``.
@@ -174,7 +174,7 @@ class TrainingData(StreamData, EngineData):
         self._check_open()
         sample, index = self._count.samples, len(self._count.out)
         size = self._schedule.size_at(sample) if self._planned else int(self.engine.train_batch_size())
-        if self._count.is_whole:  # what comes after the step that is out
+        if self._count.is_whole:  # what follows the current step
             sample, index = sample + size, 0
             size = self._schedule.size_at(sample) if self._planned else size
         numbers = deal(
@@ -193,23 +193,23 @@ class TrainingData(StreamData, EngineData):
         return batch if self.options.transform is None else self.options.transform(batch)
 
     def _open_step(self) -> None:
-        """Settle the sizes of the next step and make sure that all of its samples exist."""
+        """Determine the sizes of the next step, and check that all of its samples exist."""
         self._step_begins()
         self._check_clock()
         sample = self._count.samples
         size = self._settle_size(sample)
         micro = int(self.engine.train_micro_batch_size_per_gpu())
-        # A reader knows the planned sizes ahead; one that they did not tell needs a new reader.
+        # A reader knows the planned sizes in advance; an unplanned size needs a new reader.
         if self._layout not in (None, (size if self._planned is None else 0, micro)):
             self._close()
         self._layout = (size if self._planned is None else 0, micro)
-        # Every rank raises here if the stream ends within the batch: one that ran dry alone would hang the others.
+        # Every rank raises here if the stream ends within the batch: a single rank without data would hang the others.
         self.stream.plan(sample + size - 1, sample + size)
         self._count.begin(size)
         self._per_step = size // (micro * facts.data_size(self.engine))
 
     def _settle_size(self, sample: int) -> int:
-        """The global batch size of the step at ``sample``, in force in the engine."""
+        """The global batch size of the step at ``sample``, set in the engine."""
         engine = self.engine
         engine_size = int(engine.train_batch_size())
         if self._planned is None:
@@ -222,7 +222,7 @@ class TrainingData(StreamData, EngineData):
         return engine_size
 
     def _note_step(self, batches: Sequence[MicroBatch]) -> None:
-        """Write down what the step trained: in the order of the model's forwards, if they were recognised."""
+        """Log what the step trained: in the order of the model's forwards, if they were recognised."""
         if self._log is None or not batches:
             return
         seen = self._witness.seen(batches)  # waits for the device
@@ -268,10 +268,10 @@ class TrainingData(StreamData, EngineData):
 
 
 class AttachedLoader(LoaderStates, EngineData):
-    """The batches of an engine from a loader that saves its own state. Iterate over it; made by `attach_loader`.
+    """The batches of an engine from a loader that saves its own state. Iterate over it; created by `attach_loader`.
 
-    As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out and not yet stepped on does not
-    count, and is handed out again after a resume.
+    As in `TrainingData`, ``engine.global_steps`` is the only clock: what was handed out without a step does not count,
+    and is handed out again after a resume.
     """
 
     state_in_words = "no state of the loader", "a loader at its beginning", "the states"
@@ -283,16 +283,16 @@ class AttachedLoader(LoaderStates, EngineData):
         self._set_base(int(engine.global_steps), NO_LOADER.to_state(0), NO_LOADER)
 
     def _set_base(self, step: int, state: DataState, record: LoaderRecord) -> None:
-        """Count from here: ``step`` optimizer steps have led to this state."""
+        """Set the count: ``step`` optimizer steps have led to this state."""
         self._begin(state)
-        #: batches of this rank that steps have trained on, since the start of the run.
+        #: batches of this rank that steps have trained, since the start of the run.
         self.batches_trained = record.batches
         self._sizes = list(record.sizes)
         self._count_from(step, state.samples, reads=self.reader is not None)
 
     @property
     def num_workers(self) -> int:
-        """Worker processes of the loader."""
+        """The number of worker processes of the loader."""
         return 0 if self.reader is None else self.reader.adapter.facts().workers
 
     @property
@@ -321,7 +321,7 @@ class AttachedLoader(LoaderStates, EngineData):
         return self.reader
 
     def before_step(self) -> None:
-        """Before ``engine.step()``: here all ranks are, also those that read no batches."""
+        """Called before ``engine.step()``: all ranks come here, also those that read no batches."""
         self._step_begins()
         super().before_step()
 
@@ -331,7 +331,7 @@ class AttachedLoader(LoaderStates, EngineData):
         super().before_train_batch()
 
     def _check_clock(self) -> None:
-        if self.reader is None and self._ready:  # a rank that reads no batches has none that could tell of a step
+        if self.reader is None and self._ready:  # a rank that reads no batches has none that could show a step
             while self._count.step < int(self.engine.global_steps):
                 self._open_step()
                 self._note_step(self._count.stepped())
@@ -351,7 +351,7 @@ class AttachedLoader(LoaderStates, EngineData):
         self._per_step = int(self.engine.gradient_accumulation_steps())
 
     def prepare(self) -> None:
-        """See `Data`: the states of all ranks' loaders for exactly the trained batches."""
+        """See `Data`: takes the states of all ranks' loaders for exactly the trained batches."""
         on_all_ranks(self.check_save)
         samples = self.samples_trained
         self._take(

@@ -1,17 +1,17 @@
-"""`Witness`: which micro-batches an engine's gradients are of, as its forwards and backwards show.
+"""`Witness`: which micro-batches an engine's gradients come from, as shown by its forwards and backwards.
 
-A micro-batch is recognised by its tokens when it enters ``engine.forward``, its backward by hooks on what comes out:
+A micro-batch is recognised by its tokens when it enters ``engine.forward``, its backward by hooks on the outputs:
 
     next(data)       fingerprint of the tokens                        int64, 8,192 tokens in about 10 us
-    engine.forward   fingerprints of integer inputs of that many tokens, on their own device, without waiting for it;
-                     hooks on the outputs, which tell the backward passes that go through them
+    engine.forward   fingerprints of integer inputs with that many tokens, on their device, without waiting for it;
+                     hooks on the outputs, which show the backward passes through them
     engine.step      at the end of a step: has each of its micro-batches a forward with a backward, and only one?
-                     (One wait for the device, where DeepSpeed waits for the norm of the gradients anyway.)
+                     (One wait for the device, when DeepSpeed waits for the norm of the gradients anyway.)
 
-A loop may change its inputs (mask, cut, repeat, split them) or call the module past the engine. Then forwards are not
-recognised, and only their number counts. An ``engine.backward`` that goes through no output of the engine shows a loop
-that trains past it: then every forward is taken for one that is trained. ``torch.autograd.grad`` trains nothing, unless
-a step has no other passes: then the loop makes its gradients by it.
+A loop may change its inputs (mask, cut, repeat, split them) or call the module directly. Then forwards are not
+recognised, and only their number counts. An ``engine.backward`` that passes through no output of the engine shows a
+loop that bypasses it: then every forward is assumed to be trained. ``torch.autograd.grad`` trains nothing, unless a
+step has no other passes: then the loop computes its gradients by it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ T = TypeVar("T")
 
 @functools.lru_cache(maxsize=8)
 def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Odd numbers, int64[count]: keyed by place, the same on every device."""
+    """Odd numbers, int64[count]: determined by their position, the same on every device."""
     generator = torch.Generator().manual_seed(count)
     return (torch.randint(-(1 << 62), 1 << 62, (count,), generator=generator) * 2 + 1).to(device)
 
 
 def fingerprint(tokens: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of all tokens modulo 2^64: int64[], on their device. Places count, the shape does not."""
+    """The weighted sum of all tokens modulo 2^64: int64[], on their device. Positions matter, the shape does not."""
     flat = tokens.reshape(-1).to(torch.int64)
     weights = _weights(flat.numel(), flat.device)
     return torch.dot(flat, weights) if flat.is_cpu else (flat * weights).sum()  # the first has no CUDA kernel for int64
 
 
 def tokens_of(batch: Any) -> torch.Tensor | None:
-    """The tensor by which a batch of any kind is recognised: the first of its largest ones of integers on the CPU."""
+    """The tensor by which a batch of any kind is recognised: the first of its largest integer ones on the CPU."""
     found = [t for t in _tensors(batch) if _is_integer(t) and t.is_cpu and t.numel()]
     return max(found, key=torch.Tensor.numel, default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A micro-batch that was handed out, as far as it is known."""
+    """What is known about a micro-batch that was handed out."""
 
-    #: in words: its samples.
+    #: its samples, in words.
     name: str
     #: fingerprint of its tokens, and their number; None if it cannot be recognised.
     key: int | None = None
     tokens: int = 0
-    #: their numbers in the stream, if losses are taken of them.
+    #: its sample numbers in the stream, if losses are taken.
     samples: tuple[int, ...] = ()
-    #: for the log of samples.
+    #: its entry for the log of samples.
     noted: Noted | None = None
 
     def __str__(self) -> str:
@@ -73,57 +73,57 @@ class Forward:
 
     #: fingerprints of its inputs that may be tokens: int64[] each, on their device.
     inputs: list[torch.Tensor]
-    #: calls of ``engine.step`` before it, since the last optimizer step.
+    #: number of calls of ``engine.step`` before it, since the last optimizer step.
     turn: int
-    #: the backward passes that went through it, by torch's number.
+    #: the backward passes through it, by torch's number.
     passes: set[int] = field(default_factory=set)
-    #: whether `passes` is to be believed: there was an output to watch.
+    #: whether `passes` can be relied on: there was an output to watch.
     is_watched: bool = True
-    #: the values of `inputs`, once they were waited for.
+    #: the values of `inputs`, once the device was waited for.
     keys: frozenset[int] | None = None
 
 
 class Witness:
-    """The micro-batches that one engine's forward was given since the last optimizer step."""
+    """The micro-batches in one engine's forwards since the last optimizer step."""
 
-    #: fingerprints of the micro-batches of all engines of this process that were handed out lately, or only looked at.
+    #: fingerprints of micro-batches recently handed out, or only looked at, for all engines of this process.
     _known: ClassVar[deque[int]] = deque(maxlen=1024)
 
     def __init__(self) -> None:
         self._forwards: list[Forward] = []
         #: backward passes through any output, counted once for each output.
         self._reached = 0
-        #: those of this step that add to gradients, by torch's number.
+        #: those in this step that add to gradients, by torch's number.
         self._training: set[int] = set()
         #: whether ``engine.backward`` is running.
         self._in_backward = False
-        #: an ``engine.backward`` of this step went through none.
+        #: whether an ``engine.backward`` in this step went through no output.
         self._trains_past = False
-        #: an earlier step was trained through ``engine.forward``.
+        #: whether an earlier step was trained through ``engine.forward``.
         self._trains_here = False
 
     def know(self, key: int | None) -> None:
-        """A micro-batch with this fingerprint is handed out, or shown."""
+        """Note that a micro-batch with this fingerprint is handed out, or shown."""
         if key is not None:
             self._known.append(key)
 
     @property
     def graphs(self) -> int:
-        """Forwards that built a graph: those that a backward can follow."""
+        """The number of forwards that built a graph, so that a backward can follow."""
         return len(self._forwards)
 
     def clear(self) -> None:
-        """A step is over."""
+        """Forget a finished step."""
         self._trains_here = any(forward.passes for forward in self._forwards) and not self._trains_past
         self._forwards.clear()
         self._training.clear()
         self._in_backward = self._trains_past = False
 
     def look(self, inputs: Sequence[Any], out: Sequence[MicroBatch], turn: int) -> Forward | None:
-        """Note what a forward is given; None if it builds no graph.
+        """Note the inputs of a forward; returns None if it builds no graph.
 
         Args:
-            inputs: its arguments, nested as they like.
+            inputs: its arguments, with any nesting.
             out: the micro-batches that are out.
             turn: see `Forward`.
         """
@@ -132,13 +132,13 @@ class Witness:
         sizes = {batch.tokens for batch in out if batch.key is not None}
         found = [t for t in _tensors(inputs) if t.numel() in sizes and _is_integer(t)]
         if any(t.is_cuda for t in found) and torch.cuda.is_current_stream_capturing():
-            found = []  # what is captured is only run later
+            found = []  # a captured graph only runs later
         forward = Forward([fingerprint(t) for t in found], turn)
         self._forwards.append(forward)
         return forward
 
     def watch(self, forward: Forward, outputs: Any) -> None:
-        """Note the backward passes through what a forward has given. A leaf among it is a parameter."""
+        """Watch for backward passes through a forward's outputs. A leaf among them is a parameter."""
         found = [t for t in _tensors(outputs) if t.grad_fn is not None]
         forward.is_watched = bool(found)
         for tensor in found:
@@ -152,7 +152,7 @@ class Witness:
             self._training.add(number)
 
     def backward(self, function: Callable[[], T]) -> T:
-        """Make a backward of the engine."""
+        """Run a backward of the engine."""
         before, self._in_backward = self._reached, True
         result = function()
         self._in_backward = False
@@ -160,16 +160,17 @@ class Witness:
         return result
 
     def knows_last(self, batch: MicroBatch) -> torch.Tensor | None:
-        """Whether the last forward was given this micro-batch: bool[], on its device, which is not waited for. None:
-        the loop has changed its inputs, and nobody can tell."""
+        """Whether the last forward was given this micro-batch: bool[], on its device, without waiting. None: unknown,
+        as the loop has changed its inputs.
+        """
         found = self._forwards[-1].inputs if self._forwards else []
         return (torch.stack(found) == batch.key).any() if found and batch.key is not None else None
 
     def seen(self, out: Sequence[MicroBatch]) -> list[MicroBatch] | None:
-        """The outstanding micro-batches that a backward went through, in the order of the forwards; each once.
+        """The micro-batches that are out and had a backward, in the order of the forwards; each once.
 
-        Those of other steps and engines are recognised as well, and count for nothing. None if a forward was given
-        something else as well, or there was none.
+        Those of other steps and engines are also recognised, and ignored. None if a forward was also given something
+        else, or there was none.
         """
         forwards, keys = self._trained(), [batch.key for batch in out if batch.key is not None]
         if len(keys) < len(out) or not forwards or not all(forward.inputs for forward in forwards):
@@ -183,7 +184,7 @@ class Witness:
         return [out[index] for index in found]
 
     def untrained(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The outstanding micro-batches that no backward went through, as far as that is known."""
+        """The micro-batches that are out and had no backward, as far as known."""
         trained = self._trained()
         if not trained:
             nothing = bool(self._forwards) or self._trains_here
@@ -197,8 +198,9 @@ class Witness:
         return [batch for turn, batch in enumerate(out) if turn in lacking]
 
     def trained_twice(self, out: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """The outstanding micro-batches with two forwards, each with a backward of its own. Several forwards in one
-        backward are one loss; several backwards of one forward need ``retain_graph``, so they are meant."""
+        """The micro-batches that are out and had two forwards, each with its own backward. Several forwards in one
+        backward form one loss; several backwards of one forward need ``retain_graph``, so they are intended.
+        """
         forwards = [forward for forward in self._forwards if self._passes(forward)]
         if len({number for forward in forwards for number in self._passes(forward)}) <= len(out):
             return []  # one backward for each, or fewer
@@ -219,11 +221,11 @@ class Witness:
         return forward.passes & self._training if self._training else forward.passes
 
     def _trained(self) -> list[Forward]:
-        """The forwards that a backward went through, or may have."""
+        """The forwards that had a backward, or may have had one."""
         return [one for one in self._forwards if self._passes(one) or not one.is_watched or self._trains_past]
 
     def _keys(self, forwards: Sequence[Forward]) -> list[frozenset[int]]:
-        """The values of the fingerprints of these forwards: one wait for the device for all that are new."""
+        """The values of these forwards' fingerprints: waits for the device once, for all new ones."""
         new = [forward for forward in forwards if forward.keys is None]
         if new:
             values = iter(torch.stack([one for forward in new for one in forward.inputs]).tolist())
@@ -233,8 +235,9 @@ class Witness:
 
 
 def _adds_to_gradients() -> bool:
-    """Whether the backward pass that is running adds to the gradients of a leaf, as none of ``torch.autograd.grad``
-    does. For hooks."""
+    """Whether the current backward pass adds to the gradients of a leaf, as no pass of ``torch.autograd.grad`` does.
+    For hooks.
+    """
     nodes = [torch._C._current_autograd_node()]
     seen = set(nodes)
     while nodes:
@@ -243,7 +246,7 @@ def _adds_to_gradients() -> bool:
         try:
             if not inner and torch._C._will_engine_execute_node(node):
                 return True
-        except RuntimeError:  # a leaf whose gradient torch.autograd.grad is to return
+        except RuntimeError:  # a leaf whose gradient torch.autograd.grad will return
             continue
         nodes += inner - seen
         seen |= inner
