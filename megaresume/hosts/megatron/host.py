@@ -106,21 +106,18 @@ class MegatronHost:
         self.framework = f"{project.kind} {project.version or 'unknown'}"
         if settings.mode != "off" and (replay := Replay.asked()) is not None:
             _set_for_replay(args, replay)
-        save_dir = getattr(args, "save", None)
+        save_dir, is_off = getattr(args, "save", None), settings.mode == "off"
+        checkpoints = dataclasses.replace(
+            settings.checkpoints,
+            save_dir=save_dir if can_be_written(save_dir) else None,
+            stage_to=None if is_off else settings.checkpoints.stage_to,
+        )
         #: that training calls what is wrapped.
         self.proof = Proof(first_samples)
         #: of each micro-batch, if they are asked for.
         self.losses: losses.ScheduleLosses | None = None
         self.session = Session(
-            self,
-            save_dir=save_dir if can_be_written(save_dir) else None,
-            stage_to=None if settings.mode == "off" else settings.checkpoints.stage_to,
-            retention=settings.checkpoints.retention,
-            max_starts=settings.checkpoints.max_starts,
-            checksums=settings.checkpoints.checksums,
-            stop=None if settings.mode == "off" else settings.stop,
-            retries=settings.checkpoints.retries,
-            metrics=settings.metrics,
+            self, **checkpoints.session_kwargs, stop=None if is_off else settings.stop, metrics=settings.metrics
         )
         self.session.step_now = lambda: max(int(getattr(args, "curr_iteration", 0) or 0), self.iteration())
         #: of Megatron-DeepSpeed, once it has saved or loaded.
