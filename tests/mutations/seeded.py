@@ -278,8 +278,8 @@ CHECKPOINT = (
     ),
     Mutation(
         "prune what is newer than the commit",
-        " or iteration is None or iteration > committed.iteration:\n            continue\n        # In flight",
-        " or iteration is None:\n            continue\n        # In flight",
+        " or iteration is None or iteration > committed.iteration:\n            continue\n        # In progress",
+        " or iteration is None:\n            continue\n        # In progress",
         RETENTION,
     ),
     Mutation(
