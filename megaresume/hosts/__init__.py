@@ -36,6 +36,7 @@ One file per trainer:
     endless.py         a DataLoader under trainers that only count steps: DeepSpeed's engine, Megatron
     loaders.py         other people's loaders (Energon, torchdata), for both; loader_states.py: in the checkpoint;
                        loader_order.py: those that lose their order
+    writers.py         processes that write for a rank end with it
     token_losses.py    the loss of each label without a call, from the logits of a model
     importing.py       hooks for programs that do not know us; startup/: for processes that they start
 

@@ -38,6 +38,7 @@ from megaresume.hosts.attach import SLOT, check_new, refuse, replaced, require
 from megaresume.hosts.feeds import Feed, StreamFeed, feed_of
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Carried, TrainerHost, check_sizes, merge_trainer_settings, write_all
+from megaresume.hosts.writers import ending_with_us
 from megaresume.stream.errors import UsageError
 
 #: imports Bridge.
@@ -294,7 +295,7 @@ class BridgeHost(TrainerHost):
 
     def write(self, save: Save, schedule: Any, write: Callable[[Any], object]) -> None:
         """Write the files of this rank by Bridge's own method, ``write(schedule)``: for `Session.save`."""
-        write_all(save, lambda: write(Carrying(schedule, save.envelope.to_text())))
+        write_all(save, ending_with_us()(lambda: write(Carrying(schedule, save.envelope.to_text()))))
 
     def read(self, choice: Choice, state: Any, schedule: Any, read: Callable[[Any], Any]) -> Restored:
         """Read the files of this rank by Bridge's own method, ``read(schedule)``: for `Session.load`.

@@ -44,6 +44,7 @@ from megaresume.hosts.megatron.host import (
     megatron_host,
     topology_of,
 )
+from megaresume.hosts.writers import ending_with_us, written_with_us
 from megaresume.stream.errors import CheckpointError
 
 # Save
@@ -66,7 +67,7 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         host.proof.saved.add("release" if given.get("release") else str(int(iteration)))
         if host.settings.checkpoints.retention and getattr(host.args, "save_retain_interval", None):
             host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
-        write = functools.partial(original, iteration, *args, **kwargs)
+        write = ending_with_us()(functools.partial(original, iteration, *args, **kwargs))
         if host.project.kind != "megatron-lm":
             return write()  # it saves through its engine, which is wrapped as well
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
@@ -159,6 +160,9 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
             # Before Megatron's own, which writes the tracker in place: a job that has lost the directory must not.
             async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
             async_request.add_finalize_fn(lambda: host.session.commit(save))
+        write = getattr(async_request, "async_fn", None)
+        if host is not None and host.settings.mode != "off" and write is not None:
+            async_request = async_request._replace(async_fn=written_with_us(write))
         return original(async_request, *args, **kwargs)
 
     return schedule_async_save

@@ -21,7 +21,10 @@ def _wait() -> None:
         # If started from a checkout, that is on no path yet.
         sys.path.append(os.path.abspath(os.path.join(_HERE, *[os.pardir] * 3)))
         from megaresume.hosts.importing import when_imported
+    if os.environ.get("MEGARESUME_ENDS_WITH"):
+        from megaresume.hosts.writers import end_with_parent_of_spawned
 
+        end_with_parent_of_spawned()
     for pair in os.environ["MEGARESUME_HOOKS"].split(","):
         name, _, installer = pair.partition("=")
         when_imported(name, partial(_install, installer))

@@ -10,7 +10,7 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 
 from .async_utils import is_empty_async_queue, schedule_async_save
 from .global_vars import get_args
-from .mini import kill_if
+from .mini import kill_if, outlive_if
 from .utils import print_rank_0
 
 
@@ -100,6 +100,7 @@ def save_checkpoint(
         if torch.distributed.get_rank() == 0:
             os.makedirs(checkpoint_name, exist_ok=True)
         torch.distributed.barrier()
+        outlive_if(iteration)
         request = dist_checkpointing.save(
             state,
             checkpoint_name,

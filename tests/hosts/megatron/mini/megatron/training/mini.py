@@ -1,10 +1,13 @@
 """What only this stand-in has: the log of what was trained, and kills at chosen places."""
 
+import builtins
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -23,6 +26,25 @@ def kill_if(where, iteration):
         return
     if os.environ.get("MINI_KILL_RANK") in (None, os.environ.get("RANK", "0")):
         os.kill(os.getpid(), signal.Signals[os.environ.get("MINI_SIGNAL", "SIGKILL")])
+
+
+def outlive_if(iteration):
+    """``MINI_OUTLIVE=iteration:FILE``: before it writes, every process that writes model files kills its rank, and a
+    second later, if it is still there, says so in FILE, which this rank and all of them hold locked."""
+    at, _, name = os.environ.get("MINI_OUTLIVE", "").partition(":")
+    if at != str(iteration):
+        return
+    rank, original, file = os.getpid(), builtins.open, os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+    def late(path, *args, **kwargs):
+        if ".distcp" in str(path):
+            os.kill(rank, signal.SIGKILL)
+            time.sleep(1)
+            os.write(file, f"{path}\n".encode())
+        return original(path, *args, **kwargs)
+
+    builtins.open = late
 
 
 def _fill(ballast, failures):

@@ -1,0 +1,80 @@
+"""What writes the files of a checkpoint for a rank ends with it, and writes into no checkpoint of the next start."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megaresume.cluster.processes import free_port
+from tests.hosts.megatron.conftest import MINI, SCRIPTS
+
+pytest.importorskip("megatron.core")
+pytestmark = pytest.mark.process
+
+#: A rank whose writer was there before it saved, as one that megatron-core keeps: argv[1] is how it was started. Both
+#: it and a process that it forks hold the lock of the file argv[2].
+KEPT = """
+import fcntl, multiprocessing, os, signal, sys, time
+from megaresume.hosts.writers import written_with_us
+
+def kept(queue):
+    while True:
+        queue.get()()
+
+def write():
+    global file
+    file = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    multiprocessing.get_context("fork").Process(target=forked, args=(os.getppid(),)).start()
+    time.sleep(1000)
+
+def forked(owner):
+    os.kill(int(os.environ["OWNER"]), signal.SIGKILL)
+    time.sleep(1000)
+
+if __name__ == "__main__":
+    os.environ["OWNER"] = str(os.getpid())
+    context = multiprocessing.get_context(sys.argv[1])
+    queue = context.Queue()
+    context.Process(target=kept, args=(queue,)).start()
+    queue.put(written_with_us(write))
+    time.sleep(1000)
+"""
+
+
+def wait_for_all_that_hold(path: Path) -> None:
+    with open(path, "ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+@pytest.mark.parametrize("flags", [[], ["--async-save"]], ids=["synchronous", "asynchronous"])
+def test_none_outlives_its_rank(data_yaml: Path, tmp_path: Path, flags: list[str]) -> None:
+    """The rank is killed when they are about to write, by themselves; a filesystem may hang there for as long as it
+    takes to come to the same step again."""
+    words = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65, "--train-iters", 4]
+    words += ["--micro-batch-size", 2, "--global-batch-size", 8, "--save", tmp_path / "save", "--save-interval", 2]
+    command = [sys.executable, "-m", "megaresume.run", MINI / SCRIPTS[0], *words, "--load", tmp_path / "save", *flags]
+    command += ["--ckpt-format", "torch_dist", "--mini-log", tmp_path / "log"]
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    variables = {**rank, "MASTER_PORT": str(free_port()), "MINI_OUTLIVE": f"4:{tmp_path / 'outlived'}"}
+    with open(tmp_path / "output", "wb") as output:
+        done = subprocess.run([*map(str, command)], env=os.environ | variables, stdout=output, stderr=output)
+    assert done.returncode == -signal.SIGKILL, (tmp_path / "output").read_text()[-3000:]
+    wait_for_all_that_hold(tmp_path / "outlived")
+    assert (tmp_path / "outlived").read_text() == ""
+    assert not list((tmp_path / "save").glob("iter_0000004/*.distcp"))
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_one_that_is_kept_ends_too(tmp_path: Path, method: str) -> None:
+    (tmp_path / "program.py").write_text(KEPT)
+    (tmp_path / "held").touch()
+    done = subprocess.run([sys.executable, tmp_path / "program.py", method, tmp_path / "held"])
+    assert done.returncode == -signal.SIGKILL
+    wait_for_all_that_hold(tmp_path / "held")
