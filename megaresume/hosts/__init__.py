@@ -8,9 +8,9 @@
     trainer.py   `TrainerHost`: a trainer as a host, declared
     prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end;
                  prompt_order.py: the item of each; tickets.py: identifies a returning rollout
-    files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file; replicas.py:
-                 whether what they save once is equal on all ranks; left_out.py: learning rates that they lack, or
-                 save too early
+    files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file;
+                 optimizer_states.py: an optimizer in them; replicas.py: whether what they save once is equal on all
+                 ranks; left_out.py: learning rates that they lack, or save too early
     contract.py  `HostContract`: what every host must do, as tests for authors of hosts; driver.py: its runs
 
 One file per trainer:

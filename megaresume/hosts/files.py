@@ -4,9 +4,10 @@
     dcp_async    the same, while training continues
     torch        one file, torch.save, by rank 0: loads on any number of ranks
 
-Modules and optimizers are saved by the names of their parameters, without what DDP, FSDP and torch.compile add to them.
-Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank 0's is saved. So is a tensor
-that torch does not know to be sharded: one rank's is saved. The first save compares them: `warn_of_differing`.
+Modules and optimizers (`optimizer_states`) are saved by the names of their parameters, without what DDP, FSDP and
+torch.compile add to them. Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank
+0's is saved. So is a tensor that torch does not know to be sharded: one rank's is saved. The first save compares them:
+`warn_of_differing`.
 
 torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does not need it.
 """
@@ -14,25 +15,26 @@ torch.distributed.checkpoint is imported at the first save or load: it takes 40 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import hashlib
 import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from megaresume import importing
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
-from megaresume.hosts.attach import kind_of, replaced
+from megaresume.hosts.attach import kind_of
+from megaresume.hosts.optimizer_states import Named, State, apart, check, joined, load, rooms, shards_of, spread, whole
 from megaresume.hosts.replicas import Hashes, hashes_of_states, hashes_of_tensors
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError, listed
 
@@ -89,65 +91,79 @@ class Objects:
         return next((p.device for p in parameters), torch.device("cpu"))
 
     def states(self, *, full: bool = False) -> dict[str, Any]:
-        """Of modules and optimizers, by the names of the parameters; ``full``: all shards, on rank 0."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            get_model_state_dict,
-            get_optimizer_state_dict,
-        )
+        """Of modules and optimizers, by the names of the parameters; ``full``: all shards, on rank 0. Collective.
+
+        Raises:
+            UsageError: an optimizer has something in its state that cannot be saved.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
-        for name, (optimizer, module) in self.optimizers.items():
-            is_new = not optimizer.state
-            with _steps_as_torch_calls_it(optimizer):
-                states[name] = get_optimizer_state_dict(module, optimizer, options=options)
-            if is_new:  # torch has made a step without gradients to create a state: training must not start from it
-                optimizer.state.clear()
-                states[name]["state"] = {}
+        named = self.named()
+        of_optimizers = {name: state for name, one in named.items() if (state := one.state()) is not None}
+        parts = {name: apart(state, named[name]) for name, state in of_optimizers.items()}
+        blobs = on_all_ranks(lambda: {name: _packed(name, rest) for name, (_, rest) in parts.items()})
+        if full:
+            return {**states, **{n: whole(state, keep=is_rank_0()) for n, state in of_optimizers.items()}}
+        digests = {name: hashlib.sha256(blob).digest() for name, blob in blobs.items()}
+        of_ranks = gather(digests)
+        for name, (tensors, _) in parts.items():
+            first = next(rank for rank, one in enumerate(of_ranks) if one.get(name) == digests[name])
+            states[name] = {**tensors, f"{KEY}.{first}": blobs[name]}
         return states
 
-    def blank(self) -> dict[str, Any]:
-        """As `states`, to be read into: the optimizers forget their states, and every parameter gets an empty one."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    def named(self) -> dict[str, Named]:
+        """The optimizers, with the names of their parameters."""
+        return {name: Named(optimizer, module) for name, (optimizer, module) in self.optimizers.items()}
 
+    def forget(self) -> None:
+        """Before a load: states of optimizers, and gradients of a step that is given up."""
         for optimizer, _ in self.optimizers.values():
             optimizer.state.clear()
-            optimizer.zero_grad()  # of a step that is given up
-        states: dict[str, Any] = {n: get_model_state_dict(one) for n, one in self.modules.items()}
-        for name, (optimizer, module) in self.optimizers.items():
-            with _steps_as_torch_calls_it(optimizer):
-                states[name] = get_optimizer_state_dict(module, optimizer)
-        return states
+            optimizer.zero_grad()
 
-    def put(self, states: Mapping[str, Any], *, full: bool = False) -> None:
-        """Set those of modules and optimizers: what was read into `blank`, or ``full``."""
-        from torch.distributed.checkpoint.state_dict import (
-            StateDictOptions,
-            set_model_state_dict,
-            set_optimizer_state_dict,
-        )
+    def put_modules(self, states: Mapping[str, Any], *, full: bool = False) -> None:
+        """Set the states of modules: what was read into those that they have, or ``full``."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-        blank = self.blank() if full else states
-        if full:
-            _check_places({name: states[name]["state"] for name in self.optimizers}, blank)
-        options = StateDictOptions(full_state_dict=full)
         for name, module in self.modules.items():
-            # With full_state_dict torch leaves what is missing as it is, and says nothing.
-            if missing := blank[name].keys() - states[name].keys():
-                raise RuntimeError(f"Missing keys in the checkpoint: {', '.join(sorted(missing))}")
-            set_model_state_dict(module, states[name], options=options)
-        for name, (optimizer, module) in self.optimizers.items():
-            # torch fails with full_state_dict if there is no tensor to be sharded, as in SGD without momentum.
-            options = StateDictOptions(full_state_dict=full and _has_tensors(blank[name]["state"]), strict=False)
-            with _steps_as_torch_calls_it(optimizer):
-                set_optimizer_state_dict(module, optimizer, states[name], options=options)
-            if full:
-                _forget_unused(optimizer, blank[name]["param_groups"], states[name]["state"])
+            set_model_state_dict(module, states[name], options=StateDictOptions(full_state_dict=full))
+
+    def model_states(self) -> dict[str, Any]:
+        """Of the modules, with the shards of this rank, to be read into."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        return {name: get_model_state_dict(one) for name, one in self.modules.items()}
+
+    def put_optimizers(
+        self, states: Mapping[str, State], named: Mapping[str, Named], types: Mapping[str, Mapping[str, torch.dtype]]
+    ) -> None:
+        """Put the states of optimizers into them.
+
+        Args:
+            states: with tensors of today's shards.
+            named: the optimizers.
+            types: of the parameters of each module, when they were saved.
+        """
+        names = {id(module): name for name, module in self.modules.items()}
+        for name, state in states.items():
+            load(state, named[name], types[names[id(self.optimizers[name][1])]])
 
     def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything in a checkpoint but the modules and optimizers."""
-        return {"names": self.names, "others": {name: one.state_dict() for name, one in self.others.items()}, **held}
+        """Everything in a checkpoint but the modules and optimizers; and an optimizer whose state has a form of its
+        own, as any other object."""
+        named = self.named()
+        others = {**self.others, **{n: one.optimizer for n, one in named.items() if one.has_own_form()}}
+        shards = {n: shards_of(state, one) for n, one in named.items() if (state := one.state()) is not None}
+        kinds = {name: kind_of(optimizer) for name, (optimizer, _) in self.optimizers.items()}
+        return {
+            "names": self.names,
+            "others": {n: one.state_dict() for n, one in others.items()},
+            "kinds": kinds,
+            "shards": shards,
+            **held,
+        }
 
     def hashes(self) -> Hashes:
         """Of the states of this rank: see `warn_of_differing`."""
@@ -161,14 +177,15 @@ class Objects:
         else:
             optimizer, module = self.optimizers[name]
             names: dict[Any, str] = {parameter: key for key, parameter in module.named_parameters()}
-            states = ((names.get(parameter), state) for parameter, state in optimizer.state.items())
-            named = ((f"{key}.{field}", one) for key, state in states for field, one in state.items())
+            states = ((names.get(key, key), state) for key, state in optimizer.state.items())
+            named = ((f"{key}.{i}", one) for key, state in states for i, one in enumerate(tree_leaves(state)))
         return ((key, one) for key, one in named if type(one) in (torch.Tensor, torch.nn.Parameter))
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
         """Put back everything but the modules and optimizers."""
-        for name, one in self.others.items():
-            one.load_state_dict(rest["others"][name])
+        objects = {**self.others, **{name: optimizer for name, (optimizer, _) in self.optimizers.items()}}
+        for name, state in rest["others"].items():
+            objects[name].load_state_dict(state)
 
     def check_names(self, rest: Mapping[str, Any]) -> None:
         """Raise a StateError if a checkpoint holds other objects."""
@@ -229,25 +246,46 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
     """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
     with importing():
         from torch.distributed.checkpoint.filesystem import FileSystemReader
-        from torch.distributed.checkpoint.state_dict_loader import load
+        from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
     if (directory / SINGLE).exists():
         states = torch.load(directory / SINGLE, map_location="cpu", mmap=True, weights_only=False)
         rest = _checked(objects, states.pop(KEY))
-        objects.put(states, full=True)
+        named = {name: one for name, one in objects.named().items() if name in states}
+        kept = {name: states[name] for name in named}
+        types = {name: _types(states[name]) for name in objects.modules}
+        _check_models({name: set(states[name]) for name in objects.modules}, objects.model_states())
+        check(kept, named, rest["kinds"])
+        objects.forget()
+        objects.put_modules(states, full=True)
+        kept = {name: spread(one.own(kept[name]), one, rest["shards"][name]) for name, one in named.items()}
     else:
         first: dict[str, Any] = {KEY: b""}
         reader = FileSystemReader(directory)
         with dcp_errors():
-            load(first, storage_reader=reader, process_group=group)
-            rest = _checked(objects, torch.load(io.BytesIO(first[KEY]), map_location="cpu", weights_only=False))
-            states, saved = objects.blank(), _saved_fields(objects, reader.read_metadata())
-            kept = {name: _only_saved(name, states[name], fields) for name, fields in saved.items()}
-            _check_places(saved, states)
-            for name, state in kept.items():
-                states[name]["state"] = state
-            load(states, storage_reader=reader, process_group=group)
-        objects.put(states)
+            read_into(first, storage_reader=reader, process_group=group)
+            rest = _checked(objects, _unpacked(first[KEY]))
+            metadata = reader.read_metadata()
+            keys = _keys(objects, metadata)
+            blobs = {
+                name: dict.fromkeys(sorted((k for k in keys[name] if k.startswith(f"{KEY}.")), key=_rank), b"")
+                for name in objects.optimizers
+                if name not in rest["others"]
+            }
+            read_into(blobs, storage_reader=reader, process_group=group)
+            named = {name: one for name, one in objects.named().items() if name in blobs}
+            saved = {name: joined(map(_unpacked, blobs[name].values())) for name in named}
+            states = objects.model_states()
+            _check_models({name: keys[name] for name in objects.modules}, states)
+            check(saved, named, rest["kinds"])
+            types = _saved_types(objects.modules, metadata)
+            objects.forget()
+            kept = {}
+            for name, one in named.items():
+                kept[name], states[name] = rooms(one.own(saved[name]), one)
+            read_into(states, storage_reader=reader, process_group=group)
+        objects.put_modules(states)
+    on_all_ranks(lambda: objects.put_optimizers(kept, named, types))
     on_all_ranks(lambda: objects.put_rest(rest))
     return rest
 
@@ -258,8 +296,7 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step without arguments, as LBFGS (see `_steps_as_torch_calls_it`), or whose state
-    cannot be had at any time."""
+    """Refuse an optimizer whose state cannot be had at any time."""
     if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):  # it may not be importable
         raise UsageError(
             f"'{name}' cannot be saved",
@@ -267,113 +304,85 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
             expected="an optimizer with its state on every rank, whole or in DTensors",
             action="leave ZeroRedundancyOptimizer out; FSDP2 (fully_shard) divides an optimizer's state over the ranks",
         )
-    # Of the class: a scheduler puts a function of its own in the place of the instance's.
-    _self, *parameters = inspect.signature(type(optimizer).step).parameters.values()
-    if needed := [one.name for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]:
+
+
+def _packed(name: str, state: State) -> bytes:
+    """What the state of an optimizer has besides tensors."""
+    blob = io.BytesIO()
+    try:
+        torch.save(state, blob)
+    except Exception as error:
         raise UsageError(
-            f"the state of '{name}' could be saved, and not loaded",
-            found=f"{kind_of(optimizer)}, whose step needs {', '.join(needed)}",
-            expected="a step without arguments, by which torch creates the state that a checkpoint is read into",
-            action=f"save it as an object of another kind: '{name}': types.SimpleNamespace("
-            "state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)",
-        )
+            f"'{name}' cannot be saved",
+            found=f"{type(error).__name__}: {error}",
+            expected="a state_dict() that torch.save can write",
+            cause="a group of the optimizer, or its state, holds a lambda, a generator or an open file",
+            action="put it into an attribute of the optimizer; or a function of a module in place of a lambda",
+        ) from error
+    return blob.getvalue()
 
 
-@contextmanager
-def _steps_as_torch_calls_it(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """To create a state torch calls ``step(closure=None)``, with gradients of zero. Not every optimizer takes that:
-    Muon often has no such argument, and SAM asserts that it is given."""
-    step: Callable[..., Any] = optimizer.step
-
-    def step_anyhow(closure: None = None) -> Any:
-        try:
-            return step()
-        except Exception:
-            if "closure" not in inspect.signature(type(optimizer).step).parameters:
-                raise
-            return step(closure=lambda: torch.zeros(()))
-
-    with replaced(optimizer, step=step_anyhow):
-        yield
+def _unpacked(blob: bytes) -> Any:
+    return torch.load(io.BytesIO(blob), map_location="cpu", weights_only=False)
 
 
-def _has_tensors(state: Mapping[str, Mapping[str, Any]]) -> bool:
-    values = chain.from_iterable(one.values() for one in state.values())
-    return any(isinstance(value, torch.Tensor) and value.dim() for value in values)
-
-
-def _forget_unused(
-    optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]], saved: Mapping[str, Any]
-) -> None:
-    """A parameter that no step has used has no state; with full_state_dict torch gives it one.
+def _check_models(saved: Mapping[str, set[str]], today: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse a module that would not get all that was saved of it, or not find all that it has. Collective.
 
     Args:
-        optimizer: after torch has set its state.
-        groups: its groups, with the names of their parameters.
-        saved: the state that was saved, by these names.
-    """
-    names = chain.from_iterable(group["params"] for group in groups)
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    for name, parameter in zip(names, parameters, strict=True):
-        if name not in saved:
-            optimizer.state.pop(parameter, None)
-
-
-def _check_places(saved: Mapping[str, Iterable[str]], blank: Mapping[str, Any]) -> None:
-    """Refuse to leave out the state of a parameter, as torch does that of one that is frozen today, or that today's
-    optimizer does not train. Collective.
-
-    Args:
-        saved: of each optimizer, the parameters that had a state.
-        blank: see `Objects.blank`.
+        saved: of each module, the keys in the checkpoint.
+        today: its state.
 
     Raises, on every rank:
         StateError: naming them.
     """
-    held = {f"{name}.{one}" for name in saved for one in blank[name]["state"]}
-    here = {f"{name}.{one}" for name in saved for group in blank[name]["param_groups"] for one in group["params"]}
-    wanted = {f"{name}.{one}" for name, parameters in saved.items() for one in parameters}
+    wanted = {f"{name}.{key}" for name, keys in saved.items() for key in keys}
+    here = {f"{name}.{key}" for name in saved for key in today[name]}
+    tensors = {f"{n}.{key}" for n in saved for key, one in today[n].items() if isinstance(one, torch.Tensor)}
     # Of models whose parts differ by rank, each rank has its own.
-    of_ranks = gather((wanted & here - held, wanted - held))
-    lost = set().union(*(frozen for frozen, _ in of_ranks)) | set.intersection(*(lacking for _, lacking in of_ranks))
-    if lost:
+    of_ranks = gather((sorted(wanted - here), sorted(tensors - wanted)))
+    lost = sorted(set.intersection(*(set(missing) for missing, _ in of_ranks)))
+    new = sorted(set().union(*(added for _, added in of_ranks)))
+    if lost or new:
+        words = [f"{listed(lost, 4)}: in the checkpoint alone"] * bool(lost)
+        words += [f"{listed(new, 4)}: not in the checkpoint"] * bool(new)
         raise StateError(
-            "an optimizer's state in the checkpoint would be left out",
-            found=f"{listed(sorted(lost), 4)}: frozen, or not in the optimizer",
-            expected="each parameter that was trained, trainable and in the optimizer when the checkpoint is loaded",
-            cause="parameters are frozen before loop.load() and trained later, or added by add_param_group",
-            action="call loop.load() first, and requires_grad_(False) after it; give the optimizer all its parameters "
-            "when it is made: those without gradients are not stepped",
+            "a model is not the one that was saved",
+            found="; ".join(words),
+            expected="the parameters and buffers of the model that was saved",
+            cause="the model, or its config, was changed; or its steps register parameters or buffers that it does not "
+            "have yet",
+            action="before megaresume.attach, make the model as it was when the checkpoint was saved, with all its "
+            "parameters and buffers: register them in __init__",
         )
 
 
-def _saved_fields(objects: Objects, metadata: Any) -> dict[str, dict[str, set[str]]]:
-    """Of each optimizer, the parameters that had a state when it was saved, and its fields. By torch's own paths: the
-    keys of a checkpoint join them by points, which names of parameters have as well."""
-    saved: dict[str, dict[str, set[str]]] = {name: {} for name in objects.optimizers}
+def _keys(objects: Objects, metadata: Any) -> dict[str, set[str]]:
+    """What a checkpoint holds of each module and optimizer. By torch's own paths: the keys of a checkpoint join them by
+    points, which names of parameters have as well."""
+    keys: dict[str, set[str]] = {name: set() for name in (*objects.modules, *objects.optimizers)}
     for name, *path in metadata.planner_data.values():
-        if name in saved and len(path) > 2 and path[0] == "state":
-            saved[name].setdefault(path[1], set()).add(path[2])
-    return saved
+        if name in keys and path:
+            keys[name].add(path[0])
+    return keys
 
 
-def _only_saved(name: str, blank: Mapping[str, Any], saved: Mapping[str, set[str]]) -> dict[str, Any]:
-    """The state of those parameters that had one when it was saved.
+def _types(states: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    return {key: one.dtype for key, one in states.items() if isinstance(one, torch.Tensor)}
 
-    Args:
-        name: of the optimizer.
-        blank: its state, with that of every parameter, and its groups.
-        saved: see `_saved_fields`.
 
-    Raises:
-        RuntimeError: there are fields that today's optimizer does not have: with them its options would be loaded.
-    """
-    state = blank["state"]
-    parameters = set(chain.from_iterable(group["params"] for group in blank["param_groups"]))
-    fields: set[str] = set().union(*(saved[one] for one in parameters & saved.keys()))
-    if lost := fields.difference(*state.values()):
-        raise RuntimeError(f"The optimizer '{name}' had a state that today's does not have: {', '.join(sorted(lost))}")
-    return {parameter: one for parameter, one in state.items() if parameter in saved}
+def _saved_types(names: Iterable[str], metadata: Any) -> dict[str, dict[str, torch.dtype]]:
+    """Of the tensors of each module in a checkpoint."""
+    types: dict[str, dict[str, torch.dtype]] = {name: {} for name in names}
+    for key, (name, *path) in metadata.planner_data.items():
+        properties = getattr(metadata.state_dict_metadata.get(key), "properties", None)
+        if name in types and len(path) == 1 and properties is not None:
+            types[name][path[0]] = properties.dtype
+    return types
+
+
+def _rank(key: str) -> int:
+    return int(key.removeprefix(f"{KEY}."))
 
 
 def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

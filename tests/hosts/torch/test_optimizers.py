@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
-import types
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import megaresume
 from megaresume import Checkpoints
-from megaresume.stream.errors import CheckpointError, StateError, UsageError
+from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.torch.program import Numbers
 
 SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
@@ -23,9 +25,11 @@ SECOND_HEAD, FIRST_STEP, END = 4, 2, 8
 class Run:
     """A model of two heads, in groups of their own in the other order, and the loop around it."""
 
-    def __init__(self, directory: Path, writer: Any, optimizer: Any) -> None:
+    def __init__(self, directory: Path, writer: Any, optimizer: Any, *, is_sharded: bool = False) -> None:
         torch.manual_seed(0)
         self.heads = torch.nn.ModuleList([torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)])
+        for head in self.heads if is_sharded else []:
+            fully_shard(head, mesh=init_device_mesh("cpu", (1,)))
         first, second = (head.parameters() for head in self.heads)
         self.optimizer = optimizer([{"params": second}, {"params": first, "lr": 0.05}], lr=0.01)
         loader = megaresume.DataLoader(Numbers(), batch_size=4)
@@ -93,20 +97,48 @@ def test_a_load_in_the_middle_of_a_run(tmp_path: Path, writer: str) -> None:
     run.loop.close()
 
 
-def test_options_of_an_optimizer_that_would_be_loaded_without_its_state(tmp_path: Path) -> None:
-    run = Run(tmp_path, "dcp", functools.partial(torch.optim.SGD, momentum=0.9))
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (lambda groups, lr: torch.optim.AdamW(groups[1:], lr=lr), r"1\.bias, \w+\.1\.weight: in the checkpoint alone"),
+        (lambda groups, lr: torch.optim.AdamW(mixed(groups), lr=lr), "group 0 of 'optimizer' has other parameters"),
+        (torch.optim.SGD, r"SGD, with momentum, dampening, nesterov; it was torch\.optim\.adamw\.AdamW"),
+    ],
+    ids=["fewer parameters", "other groups", "another class"],
+)
+def test_another_optimizer_than_was_saved(tmp_path: Path, writer: str, other: Any, words: str) -> None:
+    run = Run(tmp_path, writer, torch.optim.AdamW)
+    run.train(SECOND_HEAD + 1)
+    run.loop.save()
+    run.loop.close()
+    run = Run(tmp_path, writer, other)
+    with pytest.raises(StateError, match=rf"not the one that was saved(.|\n)*{words}(.|\n)*before loop\.load"):
+        run.loop.load()
+    run.loop.close()
+
+
+def mixed(groups: Any) -> Any:
+    """The same parameters, in other groups of as many."""
+    (a, b), (c, d) = (list(group["params"]) for group in groups)
+    return [{"params": [a, c]}, {"params": [b, d], "lr": 0.05}]
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_parameters_that_were_not_saved(tmp_path: Path, writer: str) -> None:
+    run = Run(tmp_path, writer, lambda groups, lr: torch.optim.AdamW(groups[1:], lr=lr))
     run.train(SECOND_HEAD - 1)
     run.loop.save()
     run.loop.close()
-    run = Run(tmp_path, "dcp", torch.optim.SGD)
-    with pytest.raises(CheckpointError, match=r"cannot be read(.|\n)*today's does not have: momentum_buffer"):
+    run = Run(tmp_path, writer, torch.optim.AdamW)
+    with pytest.raises(StateError, match=r"optimizer\.1\.bias, optimizer\.1\.weight: not in the checkpoint"):
         run.loop.load()
     run.loop.close()
 
 
 @pytest.mark.parametrize("writer", ["dcp", "torch"])
 def test_a_parameter_that_is_frozen_when_it_is_loaded(tmp_path: Path, writer: str) -> None:
-    """torch would leave out its state, and say nothing: it may be trained again by a later step."""
+    """It may be trained again by a later step."""
     whole = Run(tmp_path / "whole", writer, torch.optim.AdamW)
     expected = whole.train(END)
     whole.loop.close()
@@ -116,25 +148,146 @@ def test_a_parameter_that_is_frozen_when_it_is_loaded(tmp_path: Path, writer: st
     run.loop.close()
     run = Run(tmp_path / "run", writer, torch.optim.AdamW)
     run.heads[1].requires_grad_(False)
-    with pytest.raises(StateError, match=r"left out(.|\n)*optimizer\.1\.bias, optimizer\.1\.weight"):
-        run.loop.load()
-    run.loop.close()
-    run = Run(tmp_path / "run", writer, torch.optim.AdamW)
     run.loop.load()
-    run.heads[1].requires_grad_(False).requires_grad_()
+    run.heads[1].requires_grad_()
     assert losses + run.train(END) == expected
     run.loop.close()
 
 
+class Odd(torch.optim.Optimizer):
+    """What optimizers of other people keep: states of no parameter, of another type than the parameter, in containers
+    and objects; options that a step adds; and a count of its own, in a state with one member more."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+        self.state["steps"] = torch.tensor(0.0)  # type: ignore[index]
+        self.count = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        self.state["steps"] += 1  # type: ignore[index]
+        for group in self.param_groups:
+            base = group.setdefault("base", group["lr"] / group["lr"])
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                if not state:
+                    state["kind"], state["type"] = "first", torch.float64
+                    state["sum"] = torch.zeros_like(one, dtype=torch.float64)
+                    state["last"] = deque(maxlen=2)
+                    state["held"] = Queue()
+                elif state["kind"] != "first" or state["sum"].dtype != state["type"] or len(state["last"]) > 2:
+                    raise AssertionError(state)
+                state["last"].append(one.grad.clone())
+                state["held"].last += one.grad.sum().item()
+                state["sum"] += one.grad / 3
+                change = state["sum"] + sum(state["last"]) + state["held"].last
+                one.sub_(change, alpha=group["lr"] * base / (self.count + self.state["steps"].item()))  # type: ignore[index]
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.count = state_dict["count"]
+
+
+class Queue:
+    last = 0.0
+
+
+class Around(torch.optim.Optimizer):
+    """It has another one, and the form of its state is its own."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        self.inner = torch.optim.AdamW(groups, lr=lr)
+        self.slow = [p.detach().clone() for group in self.inner.param_groups for p in group["params"]]
+        super().__init__(self.inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.inner.step()
+        for slow, one in zip(self.slow, self.parameters(), strict=True):
+            one.data.copy_(slow.lerp_(one.data, 0.5))
+
+    def parameters(self) -> list[Any]:
+        return [p for group in self.inner.param_groups for p in group["params"]]
+
+    def state_dict(self) -> Any:
+        return {"inner": self.inner.state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.inner.load_state_dict(state_dict["inner"])
+        self.slow = state_dict["slow"]
+
+
 @pytest.mark.parametrize("writer", ["dcp", "torch"])
-def test_parameters_that_were_added_later(tmp_path: Path, writer: str) -> None:
-    run = Run(tmp_path, writer, torch.optim.AdamW)
-    run.train(SECOND_HEAD + 1)
-    run.loop.save()
-    run.loop.close()
-    run = Run(tmp_path, writer, lambda groups, lr: torch.optim.AdamW(groups[1:], lr=lr))
-    with pytest.raises(StateError, match=r"left out(.|\n)*optimizer\.1\.bias(.|\n)*when it is made"):
+@pytest.mark.parametrize("optimizer", [Odd, Around])
+def test_what_optimizers_keep(tmp_path: Path, writer: str, optimizer: Any) -> None:
+    whole = Run(tmp_path / "whole", writer, optimizer)
+    expected = whole.train(END)
+    whole.loop.close()
+    losses: list[float] = []
+    for stop in (FIRST_STEP + 1, SECOND_HEAD + 2, END):
+        run = Run(tmp_path / "parts", writer, optimizer)
         run.loop.load()
+        losses += run.train(stop)
+        run.loop.save()
+        run.loop.close()
+    assert losses == expected
+
+
+class Sums(torch.optim.Optimizer):
+    """It keeps tensors of the shape of a parameter, of its sums, and of neither."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is None:
+                    continue
+                state = self.state[one]
+                rows = one.grad.mean(-1, keepdim=True)
+                if not state:
+                    state |= {"all": torch.zeros_like(one), "rows": torch.zeros_like(rows), "count": torch.zeros(7)}
+                state["all"].mul_(0.9).add_(one.grad)
+                state["rows"].add_(rows)
+                state["count"] += 1
+                one.sub_((state["all"] + state["rows"]) / state["count"].mean().item(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize("wrapped", [(True, False), (False, True), (True, True)])
+def test_sharded_and_not(tmp_path: Path, writer: str, wrapped: tuple[bool, bool]) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        whole = Run(tmp_path / "whole", writer, Sums)
+        expected = whole.train(END)
+        whole.loop.close()
+        losses: list[float] = []
+        for stop, is_sharded in zip((SECOND_HEAD + 1, END), wrapped, strict=True):
+            part = Run(tmp_path / "parts", writer, Sums, is_sharded=is_sharded)
+            part.loop.load()
+            losses += part.train(stop)
+            part.loop.save()
+            part.loop.close()
+            counts = [state["count"] for state in part.optimizer.state.values()]
+            assert all((type(one) is torch.Tensor) == (wrapped != (False, True) or not is_sharded) for one in counts)
+        assert losses == expected
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_that_cannot_be_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path, "torch", functools.partial(torch.optim.AdamW, weight_decay=0.0))
+    run.optimizer.param_groups[0]["scale"] = lambda step: step
+    run.train(1)
+    with pytest.raises(UsageError, match=r"'optimizer' cannot be saved(.|\n)*lambda(.|\n)*in place of a lambda"):
+        run.loop.save()
     run.loop.close()
 
 
@@ -234,18 +387,15 @@ def train_by_closure(loop: Any, model: torch.nn.Module, optimizer: Any, steps: i
     return losses
 
 
-def test_one_that_needs_a_closure(tmp_path: Path) -> None:
-    """Its checkpoints could not be loaded; as an object of another kind they can."""
-
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+def test_one_that_needs_a_closure(tmp_path: Path, writer: Any) -> None:
     def train(directory: Path, *, steps: int) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
         loader = megaresume.DataLoader(Numbers(), batch_size=4)
-        with pytest.raises(UsageError, match=r"'optimizer' could be saved, and not loaded(.|\n)*LBFGS(.|\n)*closure"):
-            megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=directory)
-        held = types.SimpleNamespace(state_dict=optimizer.state_dict, load_state_dict=optimizer.load_state_dict)
-        loop = megaresume.attach({"model": model, "optimizer": held}, loader, checkpoints=directory)
+        objects = {"model": model, "optimizer": optimizer}
+        loop = megaresume.attach(objects, loader, checkpoints=directory, writer=writer)
         return train_by_closure(loop, model, optimizer, steps)
 
     whole = train(tmp_path / "whole", steps=END)
@@ -286,6 +436,8 @@ class Sharpness(torch.optim.Optimizer):
             loss = closure()
         for one, state in self.state.items():
             one.sub_(state["up"])
+        for group in self.param_groups:
+            group["lr"] *= 0.9
         self.base_optimizer.step()
         return loss
 

@@ -1,0 +1,392 @@
+"""The state of an optimizer in a checkpoint: what its ``state_dict`` returns, by the names of its parameters.
+
+It goes back by its ``load_state_dict``. torch's own ``get_optimizer_state_dict`` is not used: to have tensors to read
+into, it makes a step with gradients of zero, which not every optimizer survives; and it leaves out the states of frozen
+parameters, and whatever is of no parameter. Here a state says by itself which tensors it has:
+
+    named     the state, by names
+    apart     without its tensors, which torch.distributed.checkpoint writes and reads in shards; in the place of each a
+              `SLOT`
+    rooms     tensors to read them into
+    load      the state, put into today's optimizer; `check` has found it to be the one that was saved
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_with_path, tree_unflatten
+
+from megaresume.checkpoint.ranks import gather
+from megaresume.hosts.attach import kind_of
+from megaresume.stream.errors import StateError, UsageError, listed
+
+#: marks the place of a tensor in a state: a mapping of its key, shape, type, device, and how it was sharded.
+SLOT = "megaresume tensor"
+#: how a tensor was sharded, if it was not in parts of its own: as its parameter was; or it was whole, beside one that
+#: was sharded.
+AS_PARAMETER, WHOLE = "as its parameter", "whole"
+
+State = dict[str, Any]
+
+
+class Named:
+    """An optimizer, and the names of its parameters, in the order of their numbers in its state.
+
+    Args:
+        optimizer: torch's, or one like it.
+        module: that has its parameters.
+    """
+
+    def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
+        from torch.distributed.checkpoint.state_dict import _get_fqns  # without what DDP and torch.compile add
+
+        keys: dict[Any, str] = {parameter: key for key, parameter in module.named_parameters()}
+        self.optimizer = optimizer
+        self.parameters: dict[str, torch.Tensor] = {
+            next(iter(_get_fqns(module, keys[parameter]))): parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        self.names = list(self.parameters)
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """The names of each group."""
+        names = iter(self.names)
+        return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
+
+    def state(self) -> State | None:
+        """What ``state_dict`` returns, with names in place of numbers; None: it has not the form of torch's."""
+        state = self.optimizer.state_dict()
+        try:
+            groups = [{**group, "params": [self.names[i] for i in group["params"]]} for group in state["param_groups"]]
+            # By number, so that all ranks come to a sharded tensor at the same time.
+            numbers = sorted(key for key in state["state"] if type(key) is int)
+            others = {key: one for key, one in state["state"].items() if type(key) is not int}
+            of_parameters = {self.names[i]: state["state"][i] for i in numbers}
+            return {**state, "state": {**of_parameters, **others}, "param_groups": groups}
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return None
+
+    def has_own_form(self) -> bool:
+        """Whether its state has not the form of torch's.
+
+        Raises:
+            UsageError: and is sharded: nobody knows how.
+        """
+        if self.state() is not None:
+            return False
+        if any(map(_is_sharded, self.parameters.values())):
+            raise UsageError(
+                "the state of an optimizer cannot be saved",
+                found=f"{kind_of(self.optimizer)}: its state_dict has its own form, and its parameters are sharded",
+                expected="state and param_groups, as torch's optimizers have them",
+                action="give megaresume.attach the optimizer within it; or train with DDP",
+            )
+        return True
+
+    def own(self, state: State) -> State:
+        """A state without what it has of parameters of other ranks."""
+        others = trained(state) - self.parameters.keys()
+        return {**state, "state": {key: one for key, one in state["state"].items() if key not in others}}
+
+
+def whole(state: State, *, keep: bool) -> State:
+    """A state with all shards, on the CPU. Collective.
+
+    Args:
+        keep: False: this rank only gives its shards.
+    """
+
+    def gathered(one: Any, *_: Any) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        if _is_sharded(one):
+            mesh = one.device_mesh.device_type  # type: ignore[attr-defined]  # where the others' shards come by
+            one = (one if one.device.type == mesh else one.to(mesh)).full_tensor()  # type: ignore[attr-defined]
+        return one.detach().cpu() if keep else None
+
+    return _mapped(gathered, state, {})
+
+
+def apart(state: State, named: Named) -> tuple[dict[str, torch.Tensor], State]:
+    """The tensors of a state, by unique keys; and the rest of it, with a `SLOT` in the place of each."""
+    tensors: dict[str, torch.Tensor] = {}
+
+    def emptied(one: Any, key: str, parameter: torch.Tensor | None) -> Any:
+        if not isinstance(one, torch.Tensor):
+            return one
+        while key in tensors:
+            key += "'"
+        tensors[key] = one.detach()
+        words = {"shape": tuple(one.shape), "dtype": one.dtype, "device": one.device.type}
+        return {SLOT: key, **words, "shards": _shards(one, parameter)}
+
+    rest = _mapped(emptied, state, named.parameters)
+    return tensors, rest
+
+
+def joined(parts: Iterable[State]) -> State:
+    """What was saved by ranks with different states. Of what several have, that of the first."""
+    result: State = {}
+    for part in parts:
+        states = {**part["state"], **result.get("state", {})}
+        result = {
+            **part,
+            **result,
+            "state": states,
+            "param_groups": result.get("param_groups", []) + part["param_groups"],
+        }
+    return result
+
+
+def rooms(state: State, named: Named) -> tuple[State, dict[str, torch.Tensor]]:
+    """A state with an empty tensor for each `SLOT`, as today's parameters need them; and these by their keys."""
+    tensors: dict[str, torch.Tensor] = {}
+    first = named.parameters[named.names[0]]
+
+    def filled(one: Any, _: str, parameter: torch.Tensor | None) -> Any:
+        if not _is_slot(one):
+            return one
+        tensors[one[SLOT]] = room = _room(one, first if parameter is None else parameter)
+        return room
+
+    return _mapped(filled, state, named.parameters), tensors
+
+
+def shards_of(state: State, named: Named) -> dict[str, Any]:
+    """How those tensors of a state were sharded, by their keys, whose shape does not say it: see `spread`."""
+    shards: dict[str, Any] = {}
+
+    def noted(one: Any, key: str, parameter: torch.Tensor | None) -> None:
+        how = _shards(one, parameter) if isinstance(one, torch.Tensor) and one.dim() else None
+        if how not in (None, AS_PARAMETER):
+            shards[key] = how
+
+    _mapped(noted, state, named.parameters)
+    return shards
+
+
+def spread(state: State, named: Named, shards: Mapping[str, Any]) -> State:
+    """A state with whole tensors, sharded as today's parameters are. Collective.
+
+    Args:
+        state: of parameters of this rank.
+        named: today's optimizer.
+        shards: see `shards_of`.
+    """
+
+    def sharded(one: Any, key: str, parameter: torch.Tensor | None) -> Any:
+        if not isinstance(one, torch.Tensor) or parameter is None:
+            return one
+        places = _places(tuple(one.shape), shards.get(key), parameter)
+        return one if places is None else _distributed(one, *places).to(parameter.device)
+
+    return _mapped(sharded, state, named.parameters)
+
+
+def trained(state: State) -> set[str]:
+    """The names of the parameters of a state's groups."""
+    return set(chain.from_iterable(group["params"] for group in state["param_groups"]))
+
+
+def check(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mapping[str, str]) -> None:
+    """Refuse a state that was saved of an optimizer of other parameters, groups or options. Collective.
+
+    Args:
+        states: that were saved.
+        named: today's optimizers.
+        kinds: the classes of those that were saved.
+
+    Raises, on every rank:
+        StateError: naming them.
+    """
+    today = {f"{name}.{one}" for name in states for one in named[name].names}
+    saved = {f"{name}.{one}" for name, state in states.items() for one in trained(state)}
+    # Of models whose parts differ by rank, each rank has its own.
+    of_ranks = gather((sorted(saved - today), sorted(today - saved), _other_groups(states, named, kinds)))
+    lost = sorted(set.intersection(*(set(missing) for missing, _, _ in of_ranks)))
+    new = sorted(set().union(*(added for _, added, _ in of_ranks)))
+    other = next((words for _, _, words in of_ranks if words), "")
+    if lost or new or other:
+        whose = [f"{listed(lost, 4)}: in the checkpoint alone"] * bool(lost)
+        whose += [f"{listed(new, 4)}: not in the checkpoint"] * bool(new)
+        raise StateError(
+            "an optimizer is not the one that was saved",
+            found="; ".join(whose) or other,
+            expected="the parameters, groups and options of the optimizer that was saved",
+            cause="layers were added or left out, or add_param_group is called later than loop.load()"
+            if whose
+            else "the optimizer is of another class, or its groups were changed",
+            action="make the optimizer as it was when the checkpoint was saved, with all groups, before loop.load(): "
+            "those without gradients are not stepped",
+        )
+
+
+def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> None:
+    """Put a state into an optimizer.
+
+    Args:
+        state: with the names of parameters, and tensors of today's shards.
+        named: the optimizer.
+        saved_types: of the parameters, when it was saved.
+    """
+    numbers = {name: i for i, name in enumerate(named.names)}
+    groups = []
+    for names, group in zip(named.groups, named.optimizer.param_groups, strict=True):
+        of_names = [one for one in state["param_groups"] if not set(names).isdisjoint(one["params"])]
+        saved = {key: _on(group.get(key), one) for key, one in of_names[0].items() if key != "param_names"}
+        groups.append({**group, **saved, "params": [numbers[name] for name in names]})
+    states = {numbers.get(key, key): one for key, one in state["state"].items()}
+    with_numbers = {**state, "state": states, "param_groups": groups}
+    _keep_groups(named.optimizer, lambda: named.optimizer.load_state_dict(with_numbers))
+    for name, parameter in named.parameters.items():
+        if name in state["state"] and parameter in named.optimizer.state and saved_types.get(name) == parameter.dtype:
+            there = named.optimizer.state[parameter]
+            named.optimizer.state[parameter] = _as_saved(state["state"][name], there)
+
+
+def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
+    """Load its state; its groups stay the objects that they are: a program, or an optimizer within this one, may hold
+    them, and set the learning rate there."""
+    groups = optimizer.param_groups
+    before = list(groups)
+
+    def put_back(one: Any) -> None:
+        if one.param_groups is not groups and len(one.param_groups) == len(before):
+            for old, new in zip(before, one.param_groups, strict=True):
+                if old is not new:
+                    old.clear()
+                    old.update(new)
+            groups[:] = before
+            one.param_groups = groups
+
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper's own class
+        load()
+        return
+    # Before a subclass hands its groups on.
+    hook = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
+    try:
+        load()
+    finally:
+        hook.remove()
+
+
+def _as_saved(saved: Any, loaded: Any) -> Any:
+    """What was loaded, without what torch changes in it: it gives tensors the type of the parameter, and makes other
+    containers of containers, and other words of words."""
+    wanted, form = tree_flatten(saved)
+    found = tree_leaves(loaded)
+    if len(wanted) != len(found):
+        return loaded  # the optimizer has a form of its own
+
+    def chosen(want: Any, has: Any) -> Any:
+        if not isinstance(want, torch.Tensor) or not isinstance(has, torch.Tensor):
+            return want
+        return has if has.dtype == want.dtype else want.to(has.device)
+
+    return tree_unflatten([chosen(*both) for both in zip(wanted, found, strict=True)], form)
+
+
+def _other_groups(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mapping[str, str]) -> str:
+    """In which way the groups or options of an optimizer are not those that were saved; empty: they are."""
+    for name, state in states.items():
+        one = named[name]
+        for i, (names, today) in enumerate(zip(one.groups, one.optimizer.param_groups, strict=True)):
+            groups = [group for group in state["param_groups"] if not set(names).isdisjoint(group["params"])]
+            extra = [group for group in groups if set(group["params"]) & set(one.names) - set(names)]
+            if extra or any(_options(group) != _options(groups[0]) for group in groups):
+                return f"group {i} of '{name}' has other parameters than when it was saved"
+            lacking = [option for option in today if groups and option not in groups[0]]
+            if lacking and kinds.get(name) != kind_of(one.optimizer):
+                return f"{kind_of(one.optimizer)}, with {listed(lacking, 4)}; it was {kinds.get(name)}"
+    return ""
+
+
+def _options(group: Mapping[str, Any]) -> str:
+    return repr({key: one for key, one in group.items() if key not in ("params", "param_names")})
+
+
+def _mapped(function: Callable[..., Any], state: State, parameters: Mapping[str, torch.Tensor]) -> State:
+    """A state, with what ``function`` says of each of its leaves, the leaf's key and the parameter that it is of."""
+
+    def of_leaf(path: Sequence[Any], leaf: Any) -> Any:
+        words = [str(getattr(word, "key", getattr(word, "idx", word))) for word in path]
+        parameter = parameters.get(words[1]) if words[0] == "state" and len(words) > 1 else None
+        return function(leaf, ".".join(words), parameter)
+
+    result: State = tree_map_with_path(of_leaf, state, is_leaf=_is_slot)
+    return result
+
+
+def _is_slot(one: Any) -> bool:
+    return isinstance(one, dict) and SLOT in one
+
+
+def _is_sharded(one: Any) -> bool:
+    return hasattr(one, "device_mesh") and hasattr(one, "placements")
+
+
+def _shards(one: Any, parameter: Any) -> Any:
+    """How a tensor is sharded; None: its parameter is not."""
+    if not _is_sharded(one):
+        return WHOLE if _is_sharded(parameter) else None
+    if _is_sharded(parameter) and one.placements == parameter.placements:
+        return AS_PARAMETER
+    return tuple(getattr(place, "dim", None) for place in one.placements)
+
+
+def _places(shape: tuple[int, ...], shards: Any, parameter: Any) -> tuple[Any, list[Any]] | None:
+    """The mesh and the placements of a tensor of this parameter; None: it is whole."""
+    if not _is_sharded(parameter) or shards == WHOLE or (shards is None and not shape):
+        return None
+    mesh = parameter.device_mesh
+    own = isinstance(shards, tuple) and len(shards) == mesh.ndim
+    dims = shards if own else [getattr(place, "dim", None) for place in parameter.placements]
+    if shape == tuple(parameter.shape) and not own:
+        return mesh, list(parameter.placements)
+    tensors = _tensors_of_torch()
+    # A sum over a dimension is not sharded in it.
+    alike = [
+        own or (len(shape) == parameter.ndim and one == full) for one, full in zip(shape, parameter.shape, strict=False)
+    ]
+    fits = [dim is not None and dim < len(alike) and alike[dim] for dim in dims]
+    return mesh, [tensors.Shard(dim) if is_one else tensors.Replicate() for dim, is_one in zip(dims, fits, strict=True)]
+
+
+def _room(slot: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
+    """An empty tensor to read one into."""
+    places = _places(slot["shape"], slot["shards"], parameter)
+    if places is None:
+        device = slot["device"] if slot["device"] == "cpu" else parameter.device
+        return torch.empty(slot["shape"], dtype=slot["dtype"], device=device)
+    mesh, placements = places
+    if slot["shape"] == tuple(parameter.shape) and placements == list(parameter.placements):  # type: ignore[attr-defined]
+        return torch.empty_like(parameter, dtype=slot["dtype"], requires_grad=False)
+    return _distributed(torch.empty(slot["shape"], dtype=slot["dtype"]), mesh, placements).to(parameter.device)
+
+
+def _distributed(one: torch.Tensor, mesh: Any, places: Sequence[Any]) -> torch.Tensor:
+    result: torch.Tensor = _tensors_of_torch().distribute_tensor(one.to(mesh.device_type), mesh, places)
+    return result
+
+
+def _tensors_of_torch() -> Any:
+    """Its module of DTensors."""
+    import torch.distributed as dist
+
+    if not hasattr(dist, "tensor") or not hasattr(dist.tensor, "distribute_tensor"):
+        import torch.distributed._tensor as old  # torch 2.4
+
+        return old
+    return dist.tensor
+
+
+def _on(today: Any, saved: Any) -> Any:
+    """An option of a group, where today's is."""
+    is_tensor = isinstance(today, torch.Tensor) and isinstance(saved, torch.Tensor)
+    return saved.to(today.device) if is_tensor else saved
