@@ -1,12 +1,12 @@
 """Megatron's arguments: our flags in its parser, and the global batch size of every step.
 
-``_add_data_args`` of Megatron registers the flags of the data; ours follow them. A run from ``--yaml-cfg`` has
-no parser defaults and drops the command line, so `Settings.from_args` takes nothing for granted.
+Megatron's ``_add_data_args`` registers the data flags; ours follow them. A run from ``--yaml-cfg`` has no parser
+defaults and drops the command line, so `Settings.from_args` takes nothing for granted.
 
-`schedule_from_args` gives the sizes as Megatron will have them. There are three kinds of schedule
-(megatron.core.num_microbatches_calculator): constant; ``--rampup-batch-size`` up to 0.17, which 0.18 still parses and
-ignores; ``--step-batch-size-schedule`` since 0.18, whose thresholds are tokens, counted in whole samples. A size
-changes only between two steps, so the step that crosses a threshold is still of the old size.
+`schedule_from_args` gives the sizes as Megatron will use them. There are three kinds of schedule
+(megatron.core.num_microbatches_calculator): constant; ``--rampup-batch-size`` up to 0.17, which 0.18 still parses but
+ignores; and ``--step-batch-size-schedule`` since 0.18, whose thresholds are tokens, counted in whole samples. The size
+changes only between steps, so the step that crosses a threshold still has the old size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODES = get_args(Mode)
 _ON_CHANGE = get_args(OnChange)
 _FIRST_FLAG = f"{PREFIX}data"
 
-#: our flags, without ``--megaresume-``.
+#: Our flags, without ``--megaresume-``.
 _WORDS = tuple(
     flag_of(field).removeprefix(PREFIX).replace("-", "_")
     for group in GROUPS.values()
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def around_add_data_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``_add_data_args(parser) -> parser``, and our flags after its own."""
+    """Hook on Megatron's ``_add_data_args(parser) -> parser`` that adds our flags after its own."""
 
     def add_data_args(parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> Any:
         return add_arguments(original(parser, *args, **kwargs) or parser)
@@ -75,34 +75,34 @@ class Settings:
     """The values of our flags."""
 
     mode: Mode
-    #: path of a data.yaml; None: the classic flags say what the data is.
+    #: Path of a data.yaml; None: the classic flags name the data.
     data: str | None = None
-    #: names of differences that the guard accepts.
+    #: Names of differences that the guard accepts.
     accept: tuple[str, ...] = ()
-    #: what becomes of a changed data config.
+    #: What to do about a changed data config.
     on_change: OnChange = "refuse"
-    #: directory for the logs of samples; None if none are written.
+    #: Directory for the sample logs; None: no logs.
     log_samples: str | None = None
-    #: ranges of samples that are not to be trained.
+    #: Ranges of samples to leave untrained.
     skip_samples: tuple[str, ...] = ()
-    #: which old checkpoints stay, what follows if a save fails, and the like.
+    #: Which old checkpoints to keep, how often to retry a failed save, and the like.
     checkpoints: Checkpoints = Checkpoints()
-    #: when to save and exit, besides what Megatron's own flags say; None: never.
+    #: When to save and exit, besides what Megatron's own flags say; None: never.
     stop: StopConditions | None = None
-    #: sinks of live figures; None: no figures.
+    #: Sinks of live figures; None: no figures.
     metrics: Any = None
-    #: whether a ZeRO checkpoint of another number of ranks is converted.
+    #: Whether to convert a ZeRO checkpoint from another number of ranks.
     elastic: bool = False
-    #: how the samples of a step are dealt to the ranks; None: in the order of the stream.
+    #: How the samples of a step are dealt to the ranks; None: in stream order.
     balance: Balance | None = None
 
     @classmethod
     def from_args(cls, args: Any, argv: Sequence[str] | None = None) -> Settings:
-        """Read them from Megatron's namespace, or from the command line where that did not get there (YAML runs).
+        """Read the settings from Megatron's namespace, or from the command line if it lacks them (YAML runs).
 
         Args:
             args: Megatron's namespace.
-            argv: the command line, without the program; None: this process's.
+            argv: command line without the program name; None: that of this process.
 
         Raises:
             UsageError: an unknown mode, flags that contradict each other, or Megatron's in-process restart.
@@ -123,9 +123,9 @@ class Settings:
             )
         checkpoints = _group(Checkpoints, said)
         if checkpoints.keep_last is not None and checkpoints.keep_every is None:
-            # Megatron's own retention is one of ours as soon as there is another.
+            # Megatron's own retention becomes one of our rules as soon as we have another.
             checkpoints = replace(checkpoints, keep_every=getattr(args, "save_retain_interval", None))
-        _ = checkpoints.retention, checkpoints.retries  # refused now, not at the first save
+        _ = checkpoints.retention, checkpoints.retries  # refuse bad values now, not at the first save
         return cls(
             mode=mode,
             data=None if said["data"] is None else str(said["data"]),
@@ -142,7 +142,7 @@ class Settings:
 
 
 def _refuse(said: Mapping[str, Any], mode: str) -> None:
-    """Raise a UsageError for words that no parser has checked, and for flags that contradict each other."""
+    """Raise a UsageError for words that no parser has checked, and for contradicting flags."""
     for word, known, what in (("mode", _MODES, "mode"), ("on_change", _ON_CHANGE, "answer to a change")):
         if said[word] is not None and said[word] not in known:
             raise UsageError(
@@ -177,14 +177,14 @@ def _refuse(said: Mapping[str, Any], mode: str) -> None:
 
 
 def _group(group: type[G], said: Mapping[str, Any]) -> G:
-    """A group of settings, as far as flags say something of it."""
+    """A group of settings, from the flags that were given."""
     given = {field.name: value for field in fields(group) if (value := said.get(field.name)) is not None}
-    check_types(group, given, flag_of=flag_of)  # a YAML config's values, which no parser checks
+    check_types(group, given, flag_of=flag_of)  # the values of a YAML config were not checked by any parser
     return group(**given)
 
 
 def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None:
-    """The stop conditions of our flags, and with Megatron's ``--exit-signal-handler`` the signals that it ignores."""
+    """The stop conditions in our flags, plus the signals that Megatron's ``--exit-signal-handler`` does not handle."""
     handled = getattr(getattr(args, "exit_signal", None), "name", "SIGTERM")
     listens = bool(getattr(args, "exit_signal_handler", False))
     signals = tuple(name for name in SIGNALS if name != handled) if listens else ()
@@ -194,13 +194,13 @@ def _stop(args: Any, file: str | None, before_end: Any) -> StopConditions | None
 
 
 def _words(value: object) -> tuple[str, ...]:
-    """A list of words, which a YAML config may give as one text."""
+    """A list of words, which a YAML config may give as one string."""
     found: Iterable[Any] = value.split() if isinstance(value, str) else value or ()  # type: ignore[assignment]
     return tuple(str(word) for word in found)
 
 
 def skip_of(args: Any, settings: Settings, *, from_0: bool) -> SkipConfig:
-    """The samples that the flags, ours and Megatron's, leave out of the stream.
+    """The samples that our flags and Megatron's leave out of the stream.
 
     Args:
         args: Megatron's namespace.
@@ -220,7 +220,7 @@ def skip_of(args: Any, settings: Settings, *, from_0: bool) -> SkipConfig:
 
 
 def _from_command_line(argv: Sequence[str]) -> argparse.Namespace:
-    """Our flags on a command line whose other flags we do not know."""
+    """Parse our flags from a command line whose other flags are unknown to us."""
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     return add_arguments(parser).parse_known_args(list(argv))[0]
 
@@ -229,12 +229,12 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def schedule_from_args(args: Any, project: Any = None, start: int = 0) -> BatchSchedule:
-    """The planned sizes of a run from a step on that begins at ``start``; before it, of that step alone.
+    """The planned batch sizes of a run from the step that begins at ``start``; for earlier samples, that step's size.
 
     Args:
         args: Megatron's namespace.
-        project: which Megatron; None: what is known from the arguments alone.
-        start: samples trained. Where a size changes depends on it: steps of another size led here, perhaps.
+        project: which Megatron; None: use what the arguments alone tell.
+        start: samples trained. Where the size changes depends on it, as earlier steps may have had other sizes.
 
     Raises:
         UsageError: no size at all, or a schedule that Megatron would refuse too.
@@ -263,17 +263,17 @@ def _final_size(args: Any) -> int:
 
 
 def ignores_rampup(args: Any, project: Any = None) -> bool:
-    """Whether this Megatron parses ``--rampup-batch-size`` and then trains with a constant size."""
-    # 0.18 brought both: the flag that replaces it, and the end of it.
+    """Whether this Megatron parses ``--rampup-batch-size`` but trains with a constant size."""
+    # 0.18 both introduced the replacement flag and stopped honoring this one.
     newer = hasattr(args, "step_batch_size_schedule")
     return newer or (project is not None and project.kind == "megatron-lm" and project.at_least(0, 18))
 
 
 def data_parallel_size(args: Any) -> int:
-    """Ranks that read samples of their own, as Megatron's samplers count them.
+    """Number of ranks that read different samples, as Megatron's samplers count them.
 
-    Since core 0.19, ``args.data_parallel_size`` leaves out the ranks that share out the weights of a layer
-    (``--tensor-parallel-num-weight-shards``). They read different samples all the same.
+    Since core 0.19, ``args.data_parallel_size`` leaves out the ranks that share the weights of a layer
+    (``--tensor-parallel-num-weight-shards``), although they read different samples.
     """
     names = ("data_parallel_size", "gtp_weight_remat_size")
     size, apart = (int(getattr(args, name, None) or 1) for name in names)
@@ -281,7 +281,7 @@ def data_parallel_size(args: Any) -> int:
 
 
 def _running(args: Any) -> Callable[[int], int]:
-    """The batch size in force: with ``--decrease-batch-size-if-needed``, the part that divides over the ranks."""
+    """The batch size in use: with ``--decrease-batch-size-if-needed``, rounded down to what divides over the ranks."""
     if not getattr(args, "decrease_batch_size_if_needed", False):
         return lambda size: size
     ranks = data_parallel_size(args)
@@ -304,7 +304,7 @@ _Sizes = tuple[Callable[[int], int], Sequence[float]]
 
 
 def _ramp_sizes(rampup: Sequence[int], final: int) -> _Sizes:
-    """The planned size at a sample, and the samples around which it changes."""
+    """The planned size at a sample, and the samples around which the size changes."""
     start, increment, samples = rampup if len(rampup) == 3 else (0, 0, 0)
     if start < 1 or increment < 1 or samples < 1 or final <= start or (final - start) % increment:
         raise UsageError(

@@ -1,20 +1,21 @@
-"""Proof that training calls what we wrapped, at places that every loop passes before the weights change.
+"""Proof that training calls what we wrapped, checked where every loop passes before the weights change.
 
     megatron-core's schedules    forward and backward of one step, in Megatron's loop and in those of most forks
-    torch's optimizers           every step of every ``torch.optim.Optimizer``, whatever the loop is
+    torch's optimizers           every step of every ``torch.optim.Optimizer``, in any loop
 
-A name that is wrapped proves nothing about a fork that calls a copy of it. So, when a step begins, our part of
-``build_train_valid_test_data_iterators`` must have run: it is called on every rank of every layout, also on those that
-read no data. And what it built is what is trained on: on global rank 0 (the first pipeline stage and the first
-tensor-parallel rank always need tokens), and on every rank that reads at all, as many samples were taken as Megatron
-counts as trained, or those of the step under way as well.
+Wrapping a name proves nothing about a fork that calls a copy of it. So when a step begins, our part of
+``build_train_valid_test_data_iterators`` must have run: it is called on every rank of every layout, even on ranks that
+read no data. And training must use what it built: on global rank 0 (the first pipeline stage and first
+tensor-parallel rank always need tokens), and on every other rank that reads, the number of samples taken must equal
+what Megatron counts as trained, or include those of the current step as well.
 
     at the start  `check_load`       training resumes from something that was loaded past us
     at a step     `before_step`      nothing was built: stop before the weights change
-    at a save     `check_save`       samples were trained, and no order was set, or others were taken
-                  `around_save`      any ``torch.save`` of Megatron's arguments: they hold the state of their counter
-    at the end    `at_exit`          what was trained or saved past us: exit status 1; nothing trained: one line;
-                                     nothing left to train: the line in the ledger that says so
+    at a save     `check_save`       samples were trained without an order, or not those that were taken
+                  `around_save`      any ``torch.save`` of Megatron's arguments: their data state must match their
+                                     sample counter
+    at the end    `at_exit`          something was trained or saved past us: exit status 1; nothing was trained: one
+                                     line; nothing left to train: a line in the ledger that says so
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ if TYPE_CHECKING:
     from megaresume.hosts.megatron.host import MegatronHost
 
 
-#: Functions of these libraries that step an optimizer to allocate its state: nothing is trained there.
+#: Functions of these libraries that step an optimizer only to allocate its state, without training.
 _SETUP = ("__init__", "dummy_step", "initialize_optimizer_states", "_init_optimizer_states_with_dummy_values")
 
-#: One of them is imported where something was attached by `megaresume.attach` or its like: its own proof.
+#: Imported where something was attached with `megaresume.attach` or similar, which has its own proof.
 _PROOFS = ("megaresume.hosts.deepspeed.attach", "megaresume.hosts.trainer")
 
 
 class _Process:
     """The state of this process."""
 
-    #: by `megaresume.run`: then any training in it is meant to be hooked.
+    #: Launched by `megaresume.run`: all training in this process is meant to be hooked.
     launched: bool = False
-    #: torch's handle of our hook on all optimizers.
+    #: Torch's handle of our hook on all optimizers.
     handle: Any = None
-    #: an error of ours was raised: nothing more has to be said at the end.
+    #: One of our errors was raised: say nothing more at the end.
     refused: bool = False
 
 
@@ -82,20 +83,20 @@ process = _Process()
 class Proof:
     """What is known of one run of this process."""
 
-    #: samples trained before it.
+    #: Samples trained before it.
     first_samples: int
-    #: whether our hook is building the data just now; whether it has.
+    #: Whether our hook is building the data right now, and whether it has.
     is_building: bool = False
     is_built: bool = False
-    #: the training iterators of this rank, one for every chunk; empty: none, or such as cannot be counted.
+    #: This rank's training iterators, one per chunk; empty if there are none, or none that can be counted.
     taken: list[Counted] = field(default_factory=list)
-    #: iterations that were saved through our hook, as Megatron's tracker names them.
+    #: Iterations saved through our hook, as Megatron's tracker names them.
     saved: set[str] = field(default_factory=set)
-    #: what that tracker in ``--save`` said when the data was built.
+    #: What the tracker in ``--save`` said when the data was built.
     tracker_at_start: str | None = None
 
 
-#: It imports torch, whose import calls `watch_optimizers`: so this file imports it when it is needed, not before.
+#: Imports torch, and that import calls `watch_optimizers`: so this file imports it only when needed.
 _HOST = "megaresume.hosts.megatron.host"
 
 
@@ -104,13 +105,13 @@ def _host_module() -> ModuleType:
 
 
 def _latest_host() -> MegatronHost | None:
-    """None also if its module was never needed."""
+    """The latest host; None also if its module was never needed."""
     return _host_module().latest_host() if _HOST in sys.modules else None
 
 
 @functools.cache
 def watch_optimizers(module: ModuleType) -> None:
-    """Watch this process for training steps, from now on until its data was built through our hook.
+    """Watch this process for training steps until its data has been built through our hook.
 
     Args:
         module: ``torch.optim.optimizer``.
@@ -137,7 +138,7 @@ def _allocates_state(frame: FrameType | None) -> bool:
 
 
 def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A schedule of megatron-core: ``forward_backward_…(*, forward_step_func, ..., forward_only=False)``."""
+    """Hook on a schedule of megatron-core: ``forward_backward_…(*, forward_step_func, ..., forward_only=False)``."""
 
     def forward_backward(*args: Any, **kwargs: Any) -> Any:
         if not kwargs.get("forward_only", False):
@@ -151,7 +152,7 @@ def around_forward_backward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``train_step(...) -> (losses by name, skipped, ..., gradient norm, ...)``: noted for live figures."""
+    """Hook on Megatron's ``train_step(...) -> (losses by name, skipped, ..., gradient norm, ...)`` for live figures."""
 
     def train_step(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -164,10 +165,10 @@ def around_train_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_provider() -> None:
-    """A provider of the script that `megaresume.provider` wrapped is called.
+    """Called when a script's provider, wrapped by `megaresume.provider`, is called.
 
     Raises:
-        SetupError: by something else than our part of ``build_train_valid_test_data_iterators``.
+        SetupError: the caller is not our part of ``build_train_valid_test_data_iterators``.
     """
     current = _session()
     if _mode(current) != "off" and (current is None or not current.proof.is_building):
@@ -175,13 +176,13 @@ def check_provider() -> None:
 
 
 def before_step(what: str) -> None:
-    """A training step begins. All ranks come here; the answer is the same on all of them.
+    """Check the proof when a training step begins. All ranks come here and get the same answer.
 
     Args:
-        what: of the step is about to happen.
+        what: the part of the step that is about to happen.
 
     Raises:
-        SetupError: the data was not built through our hook, or what it built is not what the steps before trained.
+        SetupError: the data was not built through our hook, or earlier steps did not train what it built.
     """
     current = _session()
     if current is None and not process.launched:
@@ -194,10 +195,10 @@ def before_step(what: str) -> None:
 
 
 def check_load(current: MegatronHost) -> None:
-    """Before the data is built: what training resumes from was loaded through our hook.
+    """Check, before the data is built, that what training resumes from was loaded through our hook.
 
     Raises:
-        SetupError: the iteration is not 0, and our hook has seen no checkpoint. The same on every rank.
+        SetupError: the iteration is not 0 and our hook has seen no checkpoint. The same on every rank.
     """
     iteration = int(getattr(current.args, "iteration", 0) or 0)
     if iteration == 0 or current.found.args is not None:
@@ -206,7 +207,7 @@ def check_load(current: MegatronHost) -> None:
 
 
 def is_built(current: MegatronHost, iterators: Any) -> Any:
-    """The data of this session was built through our hook: from now on its training iterator is counted.
+    """Note that the data of this session was built through our hook, and count its training iterator from now on.
 
     Args:
         current: the host.
@@ -216,24 +217,24 @@ def is_built(current: MegatronHost, iterators: Any) -> Any:
     if current.session.meter is not None:
         current.session.meter.start()
     if process.handle is not None:
-        # It has shown what it was there for, and it would keep an optimizer step from being compiled.
+        # It has served its purpose, and it would keep an optimizer step from being compiled.
         process.handle.remove()
         process.handle = None
     if os.environ.get("RANK", "0") == "0":
         current.proof.tracker_at_start = _tracker(current)
-    if current.project.kind == "megatron-lm":  # DeepSpeed's engine has a check of its own
+    if current.project.kind == "megatron-lm":  # DeepSpeed's engine has its own check
         _watch_saves()
     train, *others = iterators
     if train is None:
         return iterators
     inner = getattr(train, "iterable", None)
     batches = train if inner is None else inner
-    if not hasattr(batches, "__next__"):  # a list of loaders, which the script's own functions know how to read
+    if not hasattr(batches, "__next__"):  # a list of loaders, which only the script's own functions can read
         return iterators
-    if getattr(_rerun_machine(), "data_iterator_checkpoints", None):  # begins with batches in the checkpoint
+    if getattr(_rerun_machine(), "data_iterator_checkpoints", None):  # starts with batches from the checkpoint
         return iterators
     samples = int(getattr(current.args, "consumed_train_samples", 0) or 0)
-    if current.proof.taken and current.proof.taken[0].begin != samples:  # a further phase; else a further chunk
+    if current.proof.taken and current.proof.taken[0].begin != samples:  # a new phase; otherwise another chunk
         current.proof.taken.clear()
     size = int(current.args.micro_batch_size) * data_parallel_size(current.args)
     counted = Counted(batches, samples, size, current.session.clocks, keeps=current.losses is not None)
@@ -251,13 +252,13 @@ def _watch_saves() -> None:
     is_plain = torch.save is home.save
     wrap(home, "save", factory)
     if is_plain:
-        torch.save = home.save  # one object, or it could not be pickled by its name
+        torch.save = home.save  # one object, or it could not be pickled by name
     else:
         wrap(torch, "save", factory)
 
 
-#: Megatron's counter of samples is its clock: it marks no steps, so `Count.trained_to` is asked. The
-#: refusals are `not_read` and `not_trained`, which name the function of a fork that is in the way.
+#: Megatron's clock is its sample counter, which marks no steps, so `Count.trained_to` is asked instead. The
+#: refusals are `not_read` and `not_trained`, which name the interfering function of a fork.
 _WORDS = Words(
     trainer="Megatron",
     clock="a step",
@@ -270,27 +271,27 @@ _WORDS = Words(
 
 
 class Counted:
-    """Hands micro-batches on, and counts them; everything else is asked of what it wraps.
+    """Passes micro-batches on and counts them; all other attributes are those of the iterator it wraps.
 
     Args:
-        batches: to be handed on.
-        begin: samples trained before the first of them.
-        size: of a micro-batch of all data-parallel ranks.
-        clocks: of this process.
-        keeps: whether the last one is kept.
+        batches: the iterator to wrap.
+        begin: samples trained before the first micro-batch.
+        size: samples in a micro-batch, over all data-parallel ranks.
+        clocks: those of this process.
+        keeps: whether to keep the last micro-batch.
     """
 
     def __init__(self, batches: Iterator[Any], begin: int, size: int, clocks: Clocks, *, keeps: bool = False) -> None:
         self._batches, self._clocks, self._keeps = batches, clocks, keeps
         self.begin, self.size = begin, size
-        #: the micro-batch that was handed out last, for `megaresume.hosts.megatron.losses`.
+        #: The last micro-batch handed out, for `megaresume.hosts.megatron.losses`.
         self.latest: Any = None
         self.count: Count[str] = Count(_WORDS, samples=begin)
         self.count.begin(sys.maxsize)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether none was ever taken."""
+        """Whether no micro-batch was ever taken."""
         return self.count.end == self.begin
 
     def __iter__(self) -> Counted:
@@ -310,10 +311,10 @@ class Counted:
 
 
 def check_save(current: MegatronHost) -> None:
-    """Before a save: what was trained was trained in an order of ours.
+    """Check, before a save, that what was trained came from our order.
 
     Raises:
-        SetupError: samples were trained, and no order was set (the same on every rank); or others were taken.
+        SetupError: samples were trained without an order (the same on every rank), or others than those taken.
     """
     if not current.proof.is_built:
         if not _trained(current):
@@ -323,7 +324,7 @@ def check_save(current: MegatronHost) -> None:
 
 
 def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch.save(obj, f, ...)``: Megatron's arguments leave this process with the state of their counter, or not."""
+    """Hook on ``torch.save(obj, f, ...)``: refuse Megatron's arguments unless they carry the state at their counter."""
 
     def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
         current = _latest_host()
@@ -337,7 +338,7 @@ def around_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
-    """Megatron's arguments in what is about to be written: themselves, or a copy of them in a checkpoint."""
+    """Megatron's arguments in what is about to be written: the namespace itself, or a copy of it in a checkpoint."""
     if obj is args:
         return dict(vars(args))
     if not isinstance(obj, Mapping) or "iteration" not in obj:
@@ -357,10 +358,10 @@ def _check_state(names: Mapping[str, Any]) -> None:
 
 
 def at_exit() -> None:
-    """Checks at the end of the process. One that trained past us does not end with status 0."""
+    """Checks at the end of the process. If it trained past us, it does not end with status 0."""
     current = _latest_host()
     if process.refused:
-        os._exit(1)  # whatever a program made of the error that it was given
+        os._exit(1)  # whatever the program did with the error
     if getattr(sys, "last_value", None) is not None or _mode(current) == "off":
         return
     from megaresume.checkpoint.ending import say
@@ -385,8 +386,9 @@ def at_exit() -> None:
 
 
 def _finish(current: MegatronHost) -> None:
-    """Say that the run is over, if its last checkpoint is that of its end. Not while it is saved: what follows (the
-    last validation) may fail, and is done by the next start."""
+    """Record that the run is over, if its last checkpoint is the final one. Not at the save itself: what follows (the
+    last validation) may fail, and is then done by the next start.
+    """
     if current.session.committed is not None:
         iteration, state, _ = current.session.committed
         if current.is_over(iteration, state.samples):
@@ -415,7 +417,7 @@ def _passed_by(current: MegatronHost | None) -> MegaresumeError | None:
 
 
 def _tracker(current: MegatronHost) -> str | None:
-    """The iteration in Megatron's tracker in ``--save``; None if there is none that we can read."""
+    """The iteration in Megatron's tracker in ``--save``; None if there is none or it cannot be read."""
     directory = getattr(current.args, "save", None)
     try:
         return read_file(Path(directory, TRACKER)).decode().strip() if directory else None
@@ -427,7 +429,7 @@ def _tracker(current: MegatronHost) -> str | None:
 
 
 def _session() -> MegatronHost | None:
-    """The session of Megatron's arguments; None if this process has not set them."""
+    """The host of Megatron's arguments; None if this process has not set them."""
     try:
         name = current_project().modules["global_vars"]
         return _host_module().megatron_host() if name in sys.modules else None
@@ -440,7 +442,7 @@ def _mode(current: MegatronHost | None) -> str:
 
 
 def _trained(current: MegatronHost) -> bool:
-    """Whether the weights are not those that the process began with."""
+    """Whether the weights have changed since this process began."""
     return int(getattr(current.args, "consumed_train_samples", 0) or 0) > current.proof.first_samples
 
 
@@ -448,7 +450,7 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
     """Check that this rank trained exactly what it took from its training iterators.
 
     Raises:
-        SetupError: fewer samples, so others were trained; or more (not at the end, which may come within a step).
+        SetupError: it took fewer samples, so it trained others; or more (not at the end, which may come within a step).
     """
     if not current.proof.taken:
         return
@@ -458,9 +460,9 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
             continue  # a stage that needs no tokens
         count = counted.count
         if current.project.kind != "megatron-lm" and not counted.is_untouched:
-            count.trained_to(min(trained, count.end), ahead=None)  # the engine takes its batches, and proves them
+            count.trained_to(min(trained, count.end), ahead=None)  # the engine takes its own batches, and proves them
             continue
-        # A loop may take the batches of its step before the schedule begins; and a step is run again on the same ones.
+        # A loop may take a step's batches before the schedule begins, and a step may be rerun on the same batches.
         ahead = {0} if during == "a save" and not _is_run_again() else {0, _step_size(current.args)}
         try:
             count.trained_to(trained, ahead=None if during == "the end" else ahead)
@@ -470,14 +472,14 @@ def _check_read(current: MegatronHost, during: Literal["a step", "a save", "the 
 
 
 def _step_size(args: Any) -> int:
-    """Samples of the step under way; 0: not known."""
+    """Samples in the current step; 0: unknown."""
     module = sys.modules.get(f"{package_name()}.core.num_microbatches_calculator")
     size = int(args.micro_batch_size) * data_parallel_size(args)
     return 0 if module is None else size * int(module.get_num_microbatches())
 
 
 def _rerun_machine() -> Any:
-    """Megatron's machine that runs a step of doubtful results again; None if this core has none."""
+    """Megatron's machine for rerunning a step with doubtful results; None if this core has none."""
     module = sys.modules.get(f"{package_name()}.core.rerun_state_machine")
     return None if module is None else module.get_rerun_state_machine()
 

@@ -2,13 +2,14 @@
 
     save   state of the consumed samples -> args.megaresume_state, before Megatron collects its own
            Megatron-LM: `Session.save` around Megatron's save, which moves its tracker by itself
-           (an asynchronous save: committed in its finalizer, with the values of when it began)
+           (an asynchronous save: committed in its finalizer, with the values from when it began)
            Megatron-DeepSpeed: the same around the save of its engine (`engine`)
-    load   the arguments in the checkpoint are seen on their way -> their state, read on every rank
+    load   the arguments in the checkpoint are seen as they pass -> their state, read on every rank
            -> `Session.accept`; the data resumes from it when it is built -> `Session.resume`, `Session.begin`
 
-The state in the checkpoint is the truth: it is in the same file as the weights. What lies beside is its copy; a kill
-between Megatron's tracker and the copy costs nothing, since the next start writes it (`record_loaded`).
+The state inside the checkpoint is authoritative: it is in the same file as the weights. The records next to the
+checkpoint are copies; a kill between Megatron's tracker and the copy costs nothing, since the next start writes it
+(`record_loaded`).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from megaresume.stream.errors import CheckpointError
 
 
 def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``save_checkpoint(iteration, model, ...)``, with the state of the data in it.
+    """Hook on Megatron's ``save_checkpoint(iteration, model, ...)`` that adds the state of the data.
 
     Raises, on every rank: see `Session.save`.
     """
@@ -61,15 +62,15 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         if host.settings.mode == "off":
             return original(iteration, *args, **kwargs)
         if host.session.replay is not None:
-            return None  # it saves nothing
+            return None  # a replay saves nothing
         envelope = _put_state(host, int(iteration))
         given = _arguments(original, iteration, *args, **kwargs)
         host.proof.saved.add("release" if given.get("release") else str(int(iteration)))
         if host.settings.checkpoints.retention and getattr(host.args, "save_retain_interval", None):
-            host.args.save_retain_interval = None  # it is part of ours, which knows what is complete
+            host.args.save_retain_interval = None  # part of our own retention, which knows what is complete
         write = ending_with_us()(functools.partial(original, iteration, *args, **kwargs))
         if host.project.kind != "megatron-lm":
-            return write()  # it saves through its engine, which is wrapped as well
+            return write()  # saves through its engine, which is wrapped as well
         plain = not given.get("non_persistent_ckpt") and not given.get("release")
         if envelope is None or host.order is None or not plain or not can_be_written(host.args.save):
             return _without_records(host, write)
@@ -79,7 +80,7 @@ def around_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             tag=megatron_tag(int(iteration)),
             envelope=envelope,
             latest=False,
-            # Once more, durably, after Megatron, which writes it in place.
+            # Write it again, durably, as Megatron writes it in place.
             tracker=not _is_async(host),
         )
 
@@ -93,8 +94,8 @@ def _is_async(host: MegatronHost) -> bool:
 def _put_state(host: MegatronHost, iteration: int) -> Envelope | None:
     """Set ``args.megaresume_state`` to the state of ``args.consumed_train_samples``. Collective.
 
-    Without data (a conversion between formats) the state that was loaded is handed on, if it still belongs to the
-    counter; otherwise there is none.
+    Without data (a conversion between formats), the loaded state is passed on if it still matches the counter;
+    otherwise there is none.
 
     Raises:
         SetupError: see `check_save`.
@@ -119,7 +120,7 @@ def _arguments(function: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[
 
 
 def _without_records(host: MegatronHost, write: Callable[[], Any]) -> Any:
-    """A save that nothing lies beside; how long it takes is how long before its end a job must stop."""
+    """A save without records beside it. Its duration tells how long before its end a job must stop."""
     began = time.monotonic()
     result = write()
     if not _is_async(host):
@@ -128,7 +129,7 @@ def _without_records(host: MegatronHost, write: Callable[[], Any]) -> Any:
 
 
 def _write(host: MegatronHost, write: Callable[[], Any], save: Save) -> Any:
-    """For `Session.save`: Megatron's own save."""
+    """Megatron's own save, for `Session.save`."""
     host.unscheduled = save if _is_async(host) else None
     try:
         result = write()
@@ -146,7 +147,7 @@ def _write(host: MegatronHost, write: Callable[[], Any], save: Save) -> Any:
 
 
 def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``schedule_async_save(request)``: our commit is its last finalizer, after the tracker.
+    """Hook on Megatron's ``schedule_async_save(request)`` that makes our commit its last finalizer, after the tracker.
 
     Finalizers run on all ranks, in the order of the saves, once all ranks have written their files.
     """
@@ -157,7 +158,7 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
         if host is not None and save is not None:
             host.unscheduled = None
             save.defer()
-            # Before Megatron's own, which writes the tracker in place: a job that has lost the directory must not.
+            # Before Megatron's own, which writes the tracker in place: a job that lost the directory must not.
             async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
             async_request.add_finalize_fn(lambda: host.session.commit(save))
         write = getattr(async_request, "async_fn", None)
@@ -172,12 +173,12 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
 
 
 def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``load_checkpoint(...) -> (iteration, ...)``, which also accepts the state of the data.
+    """Hook on Megatron's ``load_checkpoint(...) -> (iteration, ...)`` that also accepts the state of the data.
 
-    Only the load to resume from (``--load``) counts, not that of a teacher or of a reference model.
+    Only the load to resume from (``--load``) counts, not that of a teacher or reference model.
 
     Raises, on every rank:
-        StateError: the state is damaged, or is not that of these weights, or not the one beside the checkpoint.
+        StateError: the state is damaged, belongs to other weights, or differs from the one beside the checkpoint.
         CheckpointError: see `checks.before_load` and `checks.after_load`; or Megatron gave up with status 0.
         UsageError: flags that would silently change the data (`checks`).
     """
@@ -195,12 +196,12 @@ def around_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_checkpoint
 
 
-#: what a load sets on Megatron's arguments before it has read everything, and asserts to be 0 when it begins.
+#: What a load sets on Megatron's arguments before it has read everything, and asserts to be 0 when it begins.
 _SET_BY_A_LOAD = ("ckpt_step", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 
 
 def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
-    """Megatron's own load, of an older checkpoint where files cannot be read; and the arguments that it has seen."""
+    """Megatron's own load, retried with an older checkpoint if files cannot be read; and the arguments it has seen."""
     before = {name: getattr(host.args, name) for name in _SET_BY_A_LOAD if hasattr(host.args, name)}
 
     def read_one(damaged: Mapping[Path, str]) -> tuple[Any, Any]:
@@ -210,7 +211,7 @@ def _load(host: MegatronHost, read: Callable[[], Any]) -> tuple[Any, Any]:
         choice, beside = checks.before_load(host, damaged)
         host.found, load = Found(choice, beside, is_loading=True), host.args.load
         if choice is not None and host.session.roots.copies_of(Path(load)) is not None:
-            host.args.load = str(choice.load_dir)  # perhaps the directory of the copies
+            host.args.load = str(choice.load_dir)  # may be the directory of the copies
         try:
             if choice is None:
                 return _read(host, read, None), host.found.args
@@ -231,14 +232,14 @@ def _read(host: MegatronHost, read: Callable[[], Any], choice: Choice | None) ->
         raise _not_loaded(host, ending) from ending
     except Exception:
         raise
-    except BaseException as error:  # of torch.distributed.checkpoint, with what the ranks have said
+    except BaseException as error:  # from torch.distributed.checkpoint, with every rank's error
         if choice is not None and isinstance(getattr(error, "failures", None), dict) and is_damage(error, choice):
             raise RuntimeError(str(error)) from error
         raise
 
 
 def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
-    """Megatron prints why it cannot load a checkpoint, and exits with status 0, as if the training were over."""
+    """The error when Megatron prints why it cannot load, then exits with status 0, as if the training were over."""
     if ending.code not in (None, 0):
         return ending
     return CheckpointError(
@@ -252,7 +253,7 @@ def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
 
 
 def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``check_checkpoint_args(checkpoint_args)``: every rank sees the arguments in the checkpoint here."""
+    """Hook on Megatron's ``check_checkpoint_args(checkpoint_args)``, where every rank sees a checkpoint's arguments."""
 
     def check_checkpoint_args(checkpoint_args: Any, *args: Any, **kwargs: Any) -> Any:
         host = latest_host()
@@ -264,7 +265,7 @@ def around_check_checkpoint_args(original: Callable[..., Any]) -> Callable[..., 
 
 
 def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
-    """Take what Megatron has loaded as what the run resumes from. Collective."""
+    """Accept what Megatron has loaded as what the run resumes from. Collective."""
     args = host.args
     if iteration == 0 or getattr(args, "finetune", False):
         _begin_anew(host)
@@ -276,7 +277,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
         return
     on_all_ranks(lambda: checks.after_restore(host, envelope, seen))
     trained = iteration, int(getattr(seen, "consumed_train_samples", 0))
-    if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and said when the data is built
+    if getattr(args, "override_ckpt_iteration", None) is not None:  # asked for, and reported when the data is built
         trained = envelope.iteration, envelope.samples
     root, tag = Path(os.path.abspath(args.load)), host.tag(trained[0])
     choice = host.found.choice or Choice(load_dir=root, tag=tag, iteration=trained[0], record=None, manifest=None)
@@ -292,7 +293,7 @@ def _accept(host: MegatronHost, iteration: int, seen: Any) -> None:
 
 
 def _begin_anew(host: MegatronHost) -> None:
-    """--finetune and released weights: the run begins at iteration 0, and so does our stream."""
+    """With --finetune or released weights, start the stream at sample 0, as the run starts at iteration 0."""
     args = host.args
     passed = int(getattr(args, "consumed_train_samples", 0) or 0)
     if passed and host.settings.mode == "stream":
@@ -309,10 +310,9 @@ def _begin_anew(host: MegatronHost) -> None:
 
 
 def after_data_is_built(host: MegatronHost) -> None:
-    """Settle a start once the position of the data is known: say what was resumed, and put it into the ledger.
+    """Settle a start once the data's position is known: report what was resumed, and record it in the ledger.
 
-    Called once a start, on all ranks, with ``host.order`` set. Writes what records the loaded checkpoint lacks.
-
+    Called once per start, on all ranks, with ``host.order`` set. Writes any records that the loaded checkpoint lacks.
     Raises, on every rank:
         CheckpointError: the directory of ``--save`` cannot be written, or start after start leads to no save.
         UsageError: the run would save over another one.
@@ -340,7 +340,7 @@ def after_data_is_built(host: MegatronHost) -> None:
 
 
 def _record_loaded(host: MegatronHost) -> None:
-    """Megatron moves its tracker by itself: a kill after that costs nothing but the records."""
+    """Megatron moves its tracker by itself, so a kill right after that loses only the records."""
     session, loaded, root = host.session, host.session.loaded, host.session.roots.save_dir
     if loaded is None or root is None or host.project.kind != "megatron-lm":
         return

@@ -1,8 +1,8 @@
-"""Loud where stock Megatron is silent: flags and checkpoints that would quietly change what is trained.
+"""Errors where stock Megatron is silent: flags and checkpoints that would quietly change what is trained.
 
-arguments       `around_validate_args`, `check_flags`: what no run of ours can have
-before a load   `before_load`: a tracker that is missing (`megaresume.hosts.megatron.load_rules`)
-after it        `after_load`: against the arguments in the checkpoint; `after_restore`: against its data state
+arguments       `around_validate_args`, `check_flags`: flags that no run of ours can have
+before a load   `before_load`: a missing tracker (`megaresume.hosts.megatron.load_rules`)
+after it        `after_load`: compare with the arguments in the checkpoint; `after_restore`: with its data state
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaresume.hosts.megatron.load_rules import BEGIN_ANEW, check_tracker, mend
 from megaresume.hosts.megatron.project import Project, current_project, parse_version
 from megaresume.stream.errors import CheckpointError, UsageError
 
-#: name on args -> (flag, why a stream cannot give it, the way out).
+#: name on args -> (flag, why a stream cannot provide it, what to do instead).
 _NO_STREAM = {
     "repeated_dataloader": (
         "--repeated-dataloader",
@@ -84,10 +84,10 @@ _NO_STREAM = {
 
 
 def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``validate_args(args, ...)``; then our own word on them. Every rank has the same command line.
+    """Hook on Megatron's ``validate_args(args, ...)`` that adds our own checks. Every rank has the same command line.
 
     Raises:
-        UsageError: a flag that does not go together with exact resume.
+        UsageError: a flag that is incompatible with exact resume.
     """
 
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
@@ -102,10 +102,10 @@ def around_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_flags(args: Any, settings: Settings, project: Project) -> None:
-    """Refuse what cannot be resumed exactly.
+    """Refuse flags under which a run cannot be resumed exactly.
 
     Raises:
-        UsageError: with the flag and what to pass instead.
+        UsageError: names the flag and what to pass instead.
     """
     if settings.mode == "off":
         return
@@ -155,23 +155,23 @@ def _check_stream_flags(args: Any) -> None:
 
 
 def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Choice | None, StepFile | None]:
-    """Before Megatron loads ``args.load``. Collective.
+    """Choose the checkpoint before Megatron loads ``args.load``. Collective.
 
-    Where another checkpoint is to be loaded than the tracker names, ``args.ckpt_step`` is set to it.
+    To load another checkpoint than the one the tracker names, sets ``args.ckpt_step``.
 
     Args:
         current: the host.
-        damaged: tag directories that could not be read, with the reason: passed over.
+        damaged: unreadable tag directories to pass over, with the reason.
 
     Returns:
-        what Megatron will load, and the record beside it; None if not known here: Megatron chooses by itself.
+        what Megatron will load, and the record beside it; None if Megatron itself chooses.
 
     Raises, on every rank:
         UsageError: see `check_flags`.
         CheckpointError: see `Session.choose` and `check_tracker`; or another job writes to ``--save``.
         SetupError: see `Session.start`.
     """
-    # Again, since not every way passes through validate_args (YAML configs, bigscience).
+    # Checked again, since validate_args is not always called (YAML configs, bigscience).
     on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
     current.start()
     args, load = current.args, str(getattr(current.args, "load", None) or "")
@@ -190,7 +190,7 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
     choice, beside = current.session.choose(root, pick, damaged)
     if choice is not None and current.session.roots.copies_of(root) is not None:
         current.session.roots.mark_as_own(root)  # also if it lies among the copies
-    if choice is not None and (choice.rejected or choice.notes or choice.load_dir != root):  # another one than is named
+    if choice is not None and (choice.rejected or choice.notes or choice.load_dir != root):  # not the one that is named
         args.ckpt_step = choice.iteration
         if is_rank_0():
             print(f"megaresume: resuming from {choice.tag}, the newest complete checkpoint", flush=True)
@@ -198,10 +198,10 @@ def before_load(current: MegatronHost, damaged: Mapping[Path, str]) -> tuple[Cho
 
 
 def after_load(current: MegatronHost, iteration: int, checkpoint_args: Any) -> None:
-    """Compare the arguments in the checkpoint with those of this run. On every rank.
+    """Compare the arguments in the checkpoint with this run's. On every rank.
 
     Raises:
-        CheckpointError: they did not come back.
+        CheckpointError: the checkpoint has no arguments.
         UsageError: a changed flag that would silently change the data.
     """
     args = current.args
@@ -235,7 +235,7 @@ def _check_batch_size(args: Any, saved: Any) -> None:
 
 
 def _is_batch_size_given(args: Any) -> bool:
-    """Whether the command line or the YAML config gives the global batch size, and not Megatron's own default."""
+    """Whether the command line or YAML config sets the global batch size, rather than Megatron's default."""
     config = getattr(args, "yaml_cfg", None)
     if config:
         text = Path(config).read_text(encoding="utf-8", errors="replace")
@@ -274,19 +274,19 @@ def _check_cyclic(args: Any, saved: Any) -> None:
 
 
 def after_restore(current: MegatronHost, envelope: Envelope, checkpoint_args: Any) -> None:
-    """Check the Megatron that saved the data state. On every rank.
+    """Check the data state against the Megatron that saved it. On every rank.
 
     Raises:
-        UsageError: ``--iterations-to-skip`` counts from another base now.
+        UsageError: ``--iterations-to-skip`` now counts from another base.
     """
     saved_by, _, version = envelope.framework.partition(" ")
     if current.settings.mode == "stream" or current.project.kind != "megatron-lm" or saved_by != "megatron-lm":
-        return  # the stream skips by itself, steps that its state knows by their samples
+        return  # the stream itself skips, and its state knows the steps by their samples
     skipped = [int(entry) for entry in getattr(current.args, "iterations_to_skip", None) or []]
     same = skipped == [int(entry) for entry in getattr(checkpoint_args, "iterations_to_skip", None) or []]
     was_0_based, is_0_based = parse_version(version) < (0, 17), not current.project.at_least(0, 17)
     known = parse_version(version) != (0, 0) and parse_version(current.project.version) != (0, 0)
-    # an entry is still to come: 0-based, iteration n is the one after n are done
+    # entries still to come: 0-based, iteration n is the one after n iterations
     ahead = [entry for entry in skipped if entry - (0 if was_0_based else 1) >= envelope.iteration]
     if not known or not same or not ahead or was_0_based == is_0_based:
         return

@@ -1,14 +1,14 @@
-"""`install`: from now on Megatron's functions do what they did, and keep the order of the data.
+"""`install`: wrap Megatron's functions so that they also keep the order of the data.
 
-Nothing of Megatron is imported here. The names are wrapped as soon as their modules are imported (at once where they
-are imported already), so every later ``from … import save_checkpoint`` binds the wrapped function.
+Nothing of Megatron is imported here. The names are wrapped as soon as their modules are imported (at once if they
+already are), so every later ``from … import save_checkpoint`` binds the wrapped function.
 
-For a script that is edited: `provider` around its datasets provider, `extra_args_provider` around its flags.
+For an edited script: `provider` around its datasets provider, `extra_args_provider` around its flags.
 
-pretrain(megaresume.provider(train_valid_test_datasets_provider), model_provider, ...,
-         extra_args_provider=megaresume.extra_args_provider(add_args))
+    pretrain(megaresume.provider(train_valid_test_datasets_provider), model_provider, ...,
+             extra_args_provider=megaresume.extra_args_provider(add_args))
 
-Both make refusals a message without a traceback, as the launcher does: see `show_refusals`.
+Both turn refusals into a message without a traceback, as the launcher does: see `show_refusals`.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from megaresume.hosts.megatron.seams import check_installed as check_installed
 from megaresume.hosts.megatron.seams import seams_of
 from megaresume.stream.errors import SetupError, UsageError
 
-#: role -> the function before whose work `check_installed` runs: the first ones that are called after every patcher.
+#: role -> the function before which `check_installed` runs: the first ones called after every patcher.
 _CHECKED = {"checkpointing": "load_checkpoint", "training": "build_train_valid_test_data_iterators"}
 
 
 def install(*, launched: bool = False) -> None:
     """Wrap Megatron's functions, now or when their modules are imported. Installing twice changes nothing.
 
-    After another patcher has replaced a function, installing again wraps the replacement.
+    If another patcher has since replaced a function, installing again wraps the replacement.
 
     Args:
-        launched: by `megaresume.run`: then any training in this process is meant to be hooked.
+        launched: by `megaresume.run`, so any training in this process is meant to be hooked.
 
     Raises:
-        SetupError: at once or from the import of the module: a name that we need is not there, or this is not a
-            Megatron that we know.
+        SetupError: a name that we need is missing, or this is not a Megatron that we know. Raised at once, or when
+            the module is imported.
     """
     for name in modules_to_watch():
         _watch(name)
@@ -63,14 +63,14 @@ _seen: set[str] = set()
 
 
 def _on_import(module: ModuleType) -> None:
-    """Wrap what we need of a module that has just been imported."""
+    """Wrap what we need in a module that has just been imported."""
     _seen.add(module.__name__)
     try:
         project = current_project()
     except SetupError:
         if not module.__name__.endswith(".schedules"):
             raise
-        return  # a program on megatron-core alone; its optimizer steps are watched
+        return  # a program that uses only megatron-core; its optimizer steps are watched
     for role, name in project.modules.items():
         if name != module.__name__:
             continue
@@ -83,10 +83,10 @@ def _on_import(module: ModuleType) -> None:
 
 
 def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Before the call: make sure that no other patcher has put a wrapper of ours aside."""
+    """Before each call, check that no other patcher has replaced one of our wrappers."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        from megaresume.hosts.megatron.host import megatron_host  # deferred: it needs Megatron's arguments
+        from megaresume.hosts.megatron.host import megatron_host  # deferred: needs Megatron's arguments
 
         if megatron_host().settings.mode != "off":
             check_installed()
@@ -96,7 +96,7 @@ def _checked(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install_in_children() -> None:
-    """Make Python processes that this one starts wait for Megatron's modules too."""
+    """Make Python processes started by this one wait for Megatron's modules too."""
     importing.install_in_children(__name__, modules_to_watch())
 
 
@@ -104,18 +104,18 @@ F = Callable[..., Any]
 
 
 def provider(base: F | None = None) -> F:
-    """Wrap a ``train_valid_test_datasets_provider``; installs the hooks, and may be called before or after the imports.
+    """Wrap a ``train_valid_test_datasets_provider``. Also installs the hooks. Call it before or after the imports.
 
     Args:
-        base: the script's own provider, ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``; it is
-            called unless the stream takes its place. None if there is none, so the stream has to.
+        base: the script's own provider, ``(train_val_test_num_samples[, vp_stage]) -> train, valid, test``, which is
+            called unless the stream replaces it. None if there is none, so the stream must.
 
     Returns:
-        a function with the signature, the name and the attributes (``is_distributed``) of ``base``.
+        a function with the signature, name and attributes (``is_distributed``) of ``base``.
 
     Raises:
         SetupError: this is not a Megatron that we know, or a name that we need is not there.
-        UsageError: when called: there is no ``base`` and no stream.
+        UsageError: raised by the call of the function, if there is neither ``base`` nor a stream.
     """
     show_refusals()
     install()
@@ -140,13 +140,13 @@ def _only_stream() -> F:
             action="--megaresume-data data.yaml, or --megaresume-mode stream with --data-path",
         )
 
-    # Megatron then calls it on every rank that needs data, not on the first of each tensor-parallel group alone.
+    # Megatron then calls it on every rank that needs data, not only on the first of each tensor-parallel group.
     train_valid_test_datasets_provider.is_distributed = True  # type: ignore[attr-defined]
     return train_valid_test_datasets_provider
 
 
 def extra_args_provider(base: F | None = None) -> F:
-    """Wrap an ``extra_args_provider``: its flags and ours, each once.
+    """Wrap an ``extra_args_provider`` so that it adds its flags and ours, each once.
 
     Args:
         base: the script's own, ``(parser) -> parser``; None if there is none.

@@ -1,24 +1,25 @@
 """`MegatronHost`: one training process of Megatron as the host of a `Session`, and what its hooks share.
 
-Megatron keeps its own state in module globals and hands none of it to the functions that we wrap; so the host is found
-through ``get_args()``. In-process restart builds a new namespace: then the host, and its session, are new as well.
+Megatron keeps its state in module globals and passes none of it to the functions that we wrap, so the host is found
+through ``get_args()``. An in-process restart builds a new namespace, and with it a new host and session.
 
-Stopping in time under Megatron: its own question at every step boundary, with more reasons to say yes.
+Stopping in time under Megatron adds our reasons to what it asks at every step boundary:
 
     DistributedSignalHandler.signals_received()      asked by Megatron's loop after every step, on all ranks
-        -> has this rank a reason of ours? then it answers as if its signal had come
+        -> has this rank one of our reasons? then it answers as if its signal had come
         -> Megatron's own all-gather: any rank's yes is everybody's; it saves and exits with status 0
 
 So ``--megaresume-stop-file`` and ``--megaresume-stop-before-end`` switch ``--exit-signal-handler`` on.
 
-Under Megatron-DeepSpeed, around ``DeepSpeedEngine.save_checkpoint`` and ``load_checkpoint``:
+Under Megatron-DeepSpeed, hooks around ``DeepSpeedEngine.save_checkpoint`` and ``load_checkpoint``:
 
-    save   Megatron's save_checkpoint -> client state with its args (the data state is on them) -> here: `Session.save`
+    save   Megatron's save_checkpoint -> client state with its args (which carry the data state)
+           -> here: `Session.save`
     load   Megatron's load_checkpoint -> here: `Session.choose` by ``latest``, with which the tracker must agree
            -> DeepSpeed's load of exactly that tag -> back in Megatron's: `Session.accept`
 
-Every other save or load of an engine passes through untouched: a save is Megatron's if the client state holds the
-host's own ``args``, a load if it comes from within ``load_checkpoint(load_arg="load")`` of Megatron's checkpointing.
+Every other save or load of an engine passes through untouched. A save is Megatron's if the client state holds the
+host's own ``args``; a load, if it comes from within ``load_checkpoint(load_arg="load")`` of Megatron's.
 """
 
 from __future__ import annotations
@@ -52,24 +53,24 @@ from megaresume.hosts.megatron.calls import Proof
 from megaresume.hosts.megatron.project import Project
 from megaresume.stream.errors import CheckpointError, MegaresumeError, SetupError, UsageError
 
-#: the attribute of Megatron's namespace that holds the state, as the text of its envelope. The namespace is in every
-#: checkpoint format. A string, because since core 0.19 it is loaded with ``weights_only=True``, where a NumPy scalar or
-#: a class of ours would make the whole checkpoint unloadable.
+#: The attribute of Megatron's namespace for the state, as its envelope's text. The namespace is in every checkpoint
+#: format. A string, because core 0.19 and later load it with ``weights_only=True``, where a NumPy scalar or a class of
+#: ours would make the whole checkpoint unloadable.
 KEY = "megaresume_state"
 
 
 def envelope_on(args: Any) -> Envelope | None:
-    """The state on a namespace, a mapping, or nothing; None if there is none.
+    """The state on a namespace or mapping; None if there is none.
 
     Raises:
-        StateError: damaged, see `Envelope.read`.
+        StateError: it is damaged, see `Envelope.read`.
     """
     text = args.get(KEY) if isinstance(args, Mapping) else getattr(args, KEY, None)
     return Envelope.read(text) if text else None
 
 
 def can_be_written(save_dir: object) -> bool:
-    """Whether this is a directory of this machine; in object storage (``msc://``) the state is in ``args`` only."""
+    """Whether this is a directory of this machine; with object storage (``msc://``) the state is only in ``args``."""
     return bool(save_dir) and "://" not in str(save_dir)
 
 
@@ -77,13 +78,13 @@ def can_be_written(save_dir: object) -> bool:
 class Found:
     """What a load to resume from has found."""
 
-    #: what our part of it has chosen; None if Megatron chooses by itself.
+    #: The checkpoint we chose; None if Megatron chooses by itself.
     choice: Choice | None = None
-    #: the record beside that.
+    #: The record beside it.
     beside: StepFile | None = None
-    #: the namespace in the checkpoint; None if none was seen.
+    #: The namespace in the checkpoint; None if none was seen.
     args: Any = None
-    #: it is running.
+    #: Whether the load is in progress.
     is_loading: bool = False
 
 
@@ -93,8 +94,8 @@ class MegatronHost:
     Args:
         project: which Megatron this is.
         args: its namespace.
-        settings: what our flags say.
-        first_samples: trained before this process.
+        settings: the values of our flags.
+        first_samples: samples trained before this process.
     """
 
     forgotten = "--load was forgotten, or --finetune left in"
@@ -112,26 +113,26 @@ class MegatronHost:
             save_dir=save_dir if can_be_written(save_dir) else None,
             stage_to=None if is_off else settings.checkpoints.stage_to,
         )
-        #: that training calls what is wrapped.
+        #: Proof that training calls what is wrapped.
         self.proof = Proof(first_samples)
-        #: of each micro-batch, if they are asked for.
+        #: Per-token losses of each micro-batch, if asked for.
         self.losses: losses.ScheduleLosses | None = None
         self.session = Session(
             self, **checkpoints.session_kwargs, stop=None if is_off else settings.stop, metrics=settings.metrics
         )
         self.session.step_now = lambda: max(int(getattr(args, "curr_iteration", 0) or 0), self.iteration())
-        #: of Megatron-DeepSpeed, once it has saved or loaded.
+        #: The engine of Megatron-DeepSpeed, once it has saved or loaded.
         self.engine: EngineHost | None = None
-        #: of the last load to resume from.
+        #: What the last load to resume from has found.
         self.found = Found()
-        #: a save that has begun and whose writing Megatron has not scheduled yet.
+        #: A save that has begun, and whose writing Megatron has not scheduled yet.
         self.unscheduled: Save | None = None
-        #: whether `Session.start` was called.
+        #: Whether `Session.start` was called.
         self.is_started = False
 
     @property
     def order(self) -> Data | None:
-        """The order of the training data; set as soon as the data is built."""
+        """The order of the training data, from when the data is built."""
         return self.session.data
 
     @order.setter
@@ -140,7 +141,7 @@ class MegatronHost:
 
     @property
     def loaded(self) -> Envelope | None:
-        """The data state of the checkpoint that was loaded; None if nothing was loaded, or it has none."""
+        """The data state of the loaded checkpoint; None if nothing was loaded, or it has none."""
         return None if self.session.loaded is None else self.session.loaded.envelope
 
     def start(self) -> None:
@@ -154,7 +155,7 @@ class MegatronHost:
         return megatron_tag(iteration) if self.project.kind == "megatron-lm" else deepspeed_tag(iteration)
 
     def iteration(self) -> int:
-        """See `Host`. Only at a start: Megatron hands it to its own ``save_checkpoint``."""
+        """See `Host`. Used at a start only: Megatron passes it to its own ``save_checkpoint``."""
         return int(getattr(self.args, "iteration", 0) or 0)
 
     def samples(self) -> int:
@@ -162,7 +163,7 @@ class MegatronHost:
         return int(self.args.consumed_train_samples)
 
     def is_over(self, iteration: int, samples: int) -> bool:
-        """Whether nothing is left to train after so many steps: a finished run may be launched any number of times."""
+        """Whether nothing is left to train after these steps: a finished run may be launched any number of times."""
         iters, end = getattr(self.args, "train_iters", None), getattr(self.args, "train_samples", None)
         return (iters is not None and iteration >= iters) or (end is not None and samples >= end)
 
@@ -182,11 +183,11 @@ class MegatronHost:
         )
 
     def note_step(self, result: tuple[Any, ...]) -> None:
-        """Note the losses and the gradient norm that Megatron's ``train_step`` has returned, for live figures.
+        """Record the losses and gradient norm that Megatron's ``train_step`` returned, for live figures.
 
         Args:
-            result: (losses by name: of all ranks, on the last stage of a pipeline; whether it was skipped; the norm,
-                the zeros), until megatron-core 0.9; three more before the norm since then.
+            result: (losses of all ranks by name, on the last pipeline stage; whether the step was skipped; gradient
+                norm; zeros), up to megatron-core 0.9; since then with three more entries before the norm.
         """
         meter, samples = self.session.meter, self.samples()
         assert meter is not None
@@ -203,14 +204,14 @@ class MegatronHost:
         )
 
     def topology(self) -> Topology:
-        """See `Host`. What its engine says of itself comes first: over how many ranks it divides the optimizer."""
+        """See `Host`. The engine's own facts take precedence: over how many ranks it partitions the optimizer."""
         now = topology_of(self.args, self.samples(), self.project)
         if self.engine is not None:
             now = self.engine.layout(num_workers=now.num_workers, global_batch_size=now.global_batch_size)
         return dataclasses.replace(now, balance=self.settings.balance)
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str] | None:
-        """See `Host`: known of DeepSpeed's engine alone."""
+        """See `Host`: known for DeepSpeed's engine only."""
         return None if self.engine is None else self.engine.expected_files(save_dir, tag)
 
     def settle(self) -> None:
@@ -229,7 +230,7 @@ class MegatronHost:
 
 
 def _set_for_replay(args: Any, replay: Replay) -> None:
-    """What Megatron itself reads of where it loads from and saves to, and when it ends. Before it loads."""
+    """Before Megatron loads, set where it loads from and saves to, and when it ends."""
     if getattr(args, "load", None):
         args.load = os.fspath(replay.source)
         args.ckpt_step = replay.step or None
@@ -248,7 +249,7 @@ def topology_of(args: Any, samples: int, project: Any = None) -> Topology:
     try:
         size: int | None = schedule_from_args(args, project, samples).size_at(samples)
     except MegaresumeError:
-        size = None  # information for people: a namespace that lacks it is no error
+        size = None  # only informational, so a namespace without it is no error
     return Topology(
         world_size=count("world_size"),
         dp=data_parallel_size(args),
@@ -279,22 +280,22 @@ def megatron_host() -> MegatronHost:
     args = importlib.import_module(project.modules["global_vars"]).get_args()
     if _host is None or _host.args is not args:
         first = int(getattr(args, "consumed_train_samples", 0) or 0)
-        if _host is not None:  # a copy of the arguments in the middle of a run begins where the run did
+        if _host is not None:  # a copy of the arguments in mid-run begins where the run did
             first = min(first, _host.proof.first_samples)
         _host = MegatronHost(project, args, Settings.from_args(args), first)
     return _host
 
 
 def latest_host() -> MegatronHost | None:
-    """The host that was last asked for; None if nobody has."""
+    """The host that was last asked for; None if none was."""
     return _host
 
 
 def switch_on(args: Any, settings: Settings, project: Project) -> None:
-    """Let Megatron ask, where one of our flags needs it to. Before it sets up its signal handler.
+    """Make Megatron check for signals if one of our flags needs it. Called before it sets up its signal handler.
 
     Raises:
-        UsageError: this Megatron never asks.
+        UsageError: this Megatron never checks.
     """
     if settings.mode == "off" or settings.stop is None:
         return
@@ -309,7 +310,7 @@ def switch_on(args: Any, settings: Settings, project: Project) -> None:
 
 
 def around_signals_received(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DistributedSignalHandler.signals_received() -> [bool of every rank]``, with our reasons. Collective."""
+    """Hook on ``DistributedSignalHandler.signals_received() -> [bool of every rank]`` for our reasons. Collective."""
 
     def signals_received(self: Any, *args: Any, **kwargs: Any) -> Any:
         stopper = megatron_host().session.stopper
@@ -327,7 +328,7 @@ def around_signals_received(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def around_engine_save(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DeepSpeedEngine.save_checkpoint``, committed and with the data state where Megatron-DeepSpeed calls it.
+    """Hook on ``DeepSpeedEngine.save_checkpoint`` that commits Megatron-DeepSpeed's saves, with the data state.
 
     Raises, on every rank:
         SetupError: Megatron's own save_checkpoint was not wrapped.
@@ -372,7 +373,7 @@ def check_micro_batches(engine: Any, args: Any) -> None:
 
 
 def _host_of(client_state: Mapping[str, Any]) -> MegatronHost | None:
-    """The host whose Megatron makes this save; None if somebody else does."""
+    """The host whose Megatron makes this save; None if something else does."""
     args = client_state.get("args")
     if args is None or "iteration" not in client_state or not hasattr(args, "consumed_train_samples"):
         return None
@@ -381,7 +382,7 @@ def _host_of(client_state: Mapping[str, Any]) -> MegatronHost | None:
 
 
 def _state_to_save(host: MegatronHost, iteration: int) -> Envelope:
-    """The state that the hook around Megatron's ``save_checkpoint`` put on ``args``, which must be of this save."""
+    """The state that the hook around Megatron's ``save_checkpoint`` put on ``args``, if it belongs to this save."""
     saved = envelope_on(host.args)
     if saved is None or (saved.iteration, saved.samples) != (iteration, host.samples()):
         was = "none" if saved is None else f"one of iteration {saved.iteration}, sample {saved.samples}"
@@ -396,11 +397,11 @@ def _state_to_save(host: MegatronHost, iteration: int) -> Envelope:
 
 
 def around_engine_load(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``DeepSpeedEngine.load_checkpoint``, of the newest complete checkpoint where Megatron-DeepSpeed calls it.
+    """Hook on ``DeepSpeedEngine.load_checkpoint`` that gives Megatron-DeepSpeed the newest complete checkpoint.
 
     Raises, on every rank:
-        CheckpointError: what was asked for is not whole, nothing is, or no pointer says which one; or the number of
-            ZeRO partitions changed, and the checkpoint is not converted or cannot be.
+        CheckpointError: what was asked for is not complete, or nothing is, or no pointer says which one; or the number
+            of ZeRO partitions changed, and the checkpoint is not converted or cannot be.
     """
 
     def load_checkpoint(engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -436,20 +437,21 @@ def _load(
 
     found = read_undamaged(read_one)
     if found is None:
-        return None, None  # a directory without any checkpoint: as DeepSpeed, without its warning on every rank
+        return None, None  # no checkpoint there: returns what DeepSpeed would, without its warning on every rank
     beside, loaded, path, client_state = found
     if host.session.roots.copies_of(Path(os.path.abspath(root))) is not None:
-        host.session.roots.mark_as_own(root)  # also if what was loaded lies among the copies
+        host.session.roots.mark_as_own(root)  # also if the checkpoint lies among the copies
     if not load_module_only and not getattr(host.args, "reset_iteration", False):
-        # bigscience does not check the arguments in a universal checkpoint, so nobody else would see them.
+        # bigscience does not check the arguments in a universal checkpoint, so nothing else would see them.
         args = host.found.args or (client_state or {}).get("args")
         host.found = Found(loaded, beside, args, is_loading=True)
     return path, client_state
 
 
 def _check_pointed(choice: Choice, *, explicit: bool) -> None:
-    """A checkpoint that no commit of ours vouches for is loaded only if something names it: Megatron-DeepSpeed itself
-    would begin again at iteration 0, with a warning."""
+    """Load a checkpoint without a commit of ours only if something names it, as Megatron-DeepSpeed itself would start
+    over at iteration 0, with a warning.
+    """
     if explicit or choice.manifest is not None:
         return
     latest, tracker = read_pointers(choice.load_dir)

@@ -1,14 +1,14 @@
 """Hooks around Megatron's ``build_train_valid_test_data_iterators``.
 
-By then the checkpoint is loaded, and ``args.consumed_train_samples`` is what training resumes from. All ranks are here,
-also those that read no data, so this is where what concerns all of them is settled:
+By then the checkpoint is loaded, and ``args.consumed_train_samples`` is where training resumes. All ranks come here,
+even those that read no data, so whatever concerns all of them is settled here:
 
-    stream   open the streams (rank 0 first: it leaves fingerprints that the others find) -> resume from the state
-             -> every replica holds the same? -> Megatron's own function, with our provider
-    guard    Megatron's own function, with the script's provider under guard -> every replica holds the same?
+    stream   open the streams (rank 0 first: it leaves fingerprints for the others) -> resume from the state
+             -> check that every replica has the same -> Megatron's own function, with our provider
+    guard    Megatron's own function, with the script's provider under guard -> check that every replica has the same
     loaders  Megatron's own function, with the script's provider, which returns loaders (``loaders.py``)
 
-With a virtual pipeline it is called once for every chunk; the chunks of a process share its streams.
+With a virtual pipeline it is called once per chunk; the chunks of a process share its streams.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 
 
 def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``build_train_valid_test_data_iterators(provider)``, with our data or under our guard.
+    """Hook on Megatron's ``build_train_valid_test_data_iterators(provider)`` that brings in our data or our guard.
 
     Raises, on every rank:
-        StateError: training continues and a rank has no state to resume from, or another one than rank 0.
+        StateError: training continues, and a rank has no state to resume from, or a different one than rank 0.
         UsageError, ConfigError, CorpusError, SetupError: see `check_flags`, `open_streams` and `form_of`.
         CheckpointError, SetupError: another job writes to ``--save``, or a node does not see it (`Session.start`).
     """
@@ -56,7 +56,7 @@ def around_build_data_iterators(original: Callable[..., Any]) -> Callable[..., A
         current = megatron_host()
         if current.settings.mode == "off":
             return original(provider, *args, **kwargs)
-        # Not every way here passes through validate_args (YAML configs, bigscience).
+        # validate_args is not always called before this (YAML configs, bigscience).
         on_all_ranks(lambda: check_flags(current.args, current.settings, current.project))
         current.start()
         on_all_ranks(lambda: check_load(current))
@@ -73,7 +73,7 @@ def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Cal
     from megaresume.hosts.megatron.checkpointing import after_data_is_built
 
     there = current.order
-    if isinstance(there, StreamOrder):  # a further chunk, or a further phase, of the same run
+    if isinstance(there, StreamOrder):  # another chunk or phase of the same run
         return _build(current, original, there, _form(current, there), provider)
     _check_loaded(current)
     order = _begin(current)
@@ -87,7 +87,7 @@ def _streamed(current: MegatronHost, original: Callable[..., Any], provider: Cal
     after_data_is_built(current)
     order.launch = on_rank_0(time.time_ns)
     result = _build(current, original, order, form, provider)
-    order.follow(current.args)  # after the start of the workers: a fork is safest if there is one thread
+    order.follow(current.args)  # after the workers were started: a fork is safest with a single thread
     return result
 
 
@@ -98,7 +98,7 @@ def _build(
     form: SampleForm,
     provider: Callable[..., Any],
 ) -> Any:
-    """Megatron's own function, with our provider; a log of what is handed out where one is asked for."""
+    """Megatron's own function with our provider, plus a log of what is handed out, if asked for."""
     result = original(stream_provider(current.project, current.args, order, form, provider))
     chunk, order.chunks = order.chunks, order.chunks + 1
     if current.settings.log_samples is None:
@@ -150,7 +150,7 @@ def _begin(current: MegatronHost) -> StreamOrder:
 
     is_megatron_lm = current.project.kind == "megatron-lm"
     order = on_all_ranks(begin)
-    # Ours now: Megatron's own loop would skip the steps that come in their place once more.
+    # We handle these now: Megatron's own loop would also skip the steps that took their place.
     for name, nothing in (("iterations_to_skip", []), ("skip_train_iteration_range", None)):
         if getattr(args, name, None):
             setattr(args, name, nothing)
@@ -174,7 +174,7 @@ def _form(current: MegatronHost, order: StreamOrder) -> SampleForm:
 
 
 def _check_loaded(current: MegatronHost) -> None:
-    """A mode that the checkpoint is not of, or a rank that was not given the state that rank 0 was given."""
+    """Refuse a mode that does not match the checkpoint, or a rank that was given a different state than rank 0."""
     args, loaded, mode = current.args, current.loaded, current.settings.mode
 
     on_all_ranks(lambda: check_mode(None if loaded is None else loaded.kind, mode))
@@ -197,11 +197,11 @@ def _check_streams(current: MegatronHost, order: StreamOrder) -> None:
 
 
 def check_replicas(replicas: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Raise a StateError unless all ranks say the same: the first and last pipeline stages, context-parallel ranks and
-    virtual-pipeline chunks read the data independently, and one that reads other data feeds tokens to wrong labels.
+    """Raise a StateError unless all ranks have the same facts: the first and last pipeline stages, context-parallel
+    ranks and virtual-pipeline chunks read independently, and with other data one would feed tokens to wrong labels.
 
     Args:
-        replicas: (coordinates, facts) of every rank, by rank.
+        replicas: (coordinates, facts) of every rank, in rank order.
     """
     facts_of_0 = replicas[0][1]
     for number, (where, facts) in enumerate(replicas):
@@ -227,23 +227,23 @@ def _hash(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
 
 
-# ``--megaresume-log-samples DIR``: every process that is handed training batches writes down what it was handed
+# ``--megaresume-log-samples DIR``: every process that is handed training batches records them
 #
 #     DataLoader -> [here] -> RerunDataIterator -> get_batch
 #
-# Below Megatron's own replay, so that a step which is computed again is written once; and above the workers, so that
-# what was read ahead and lost is not. Items bring their numbers and identities along; ``get_batch`` never sees those.
+# Below Megatron's own replay, so that a rerun step is recorded once; and above the workers, so that what was read
+# ahead and lost is not recorded. Items carry their numbers and identities; ``get_batch`` never sees those.
 
 
 def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterators: Any, *, chunk: int) -> Any:
-    """Add a log to the training iterator of what Megatron's ``build_train_valid_test_data_iterators`` returned.
+    """Add a log to the training iterator that Megatron's ``build_train_valid_test_data_iterators`` returned.
 
     Args:
-        current: the host; its settings name the directory.
+        current: the host, whose settings name the directory.
         order: the training stream.
-        form: of the items.
+        form: the form of the items.
         iterators: (train, valid, test); None if this rank reads no data.
-        chunk: of the virtual pipeline.
+        chunk: the chunk of the virtual pipeline.
 
     Raises:
         SetupError: the log cannot be written.
@@ -263,7 +263,7 @@ def logged(current: MegatronHost, order: StreamOrder, form: SampleForm, iterator
 
 
 class _Logged:
-    """Hands batches on; a line whenever a step is complete."""
+    """Passes batches on, and writes a line whenever a step is complete."""
 
     def __init__(self, batches: Any, current: MegatronHost, order: StreamOrder, form: SampleForm, log: RankLog) -> None:
         self._batches: Iterator[dict[str, Any]] = iter(batches)
@@ -271,7 +271,7 @@ class _Logged:
         dp_rank, size = data_parallel(current.project)
         self._share = size
         args = current.args
-        # Steps since the beginning of this process, on top of those that were done.
+        # Steps in all: those already done, and those of this process.
         self._step, self._sample = int(args.iteration), order.position
         log.start(
             step=self._step,

@@ -1,15 +1,16 @@
-"""Rules for loading under Megatron: on records and configs alone, without torch.
+"""Rules for loading under Megatron, which need only records and configs, not torch.
 
-`megaresume plan` asks them before any rank is started; the hooks on the ranks.
+`megaresume plan` applies them before any rank is started; the hooks, on the ranks.
 
-Megatron's tracker, ``latest_checkpointed_iteration.txt``, says which checkpoint a load takes. Stock Megatron writes it
-in place, so that a kill leaves it empty; it then prints "Invalid metadata file" and exits with status 0, as if the
-training were over. Without a tracker it begins at iteration 0, whatever the directory holds. Here
+Megatron's tracker, ``latest_checkpointed_iteration.txt``, says which checkpoint to load. Stock Megatron writes it in
+place, so a kill can leave it empty; it then prints "Invalid metadata file" and exits with status 0, as if the training
+were over. Without a tracker it starts at iteration 0, whatever the directory holds. With megaresume:
 
-    it names a whole checkpoint     that one
-    one that is damaged             the newest that is whole
-    nothing, or what is not there   the same, and the tracker is mended; nothing was ever committed: a fresh start
-    there is no tracker             an error if there are checkpoints
+    tracker names a complete checkpoint   load that one
+    names a damaged one                   the newest complete one
+    names nothing, or a missing one       the same, and the tracker is repaired; if nothing was ever committed, a
+                                          fresh start
+    there is no tracker                   an error if there are checkpoints
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from megaresume.files import read_file
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, listed
 
-#: How to load the weights of a checkpoint without its data. A run that begins does not save over another one.
+#: How to load only the weights of a checkpoint. A run that starts does not save over another one.
 BEGIN_ANEW = "--finetune and another --save"
 
 
-#: kind of a data state -> the mode that trains it, and how to ask for it.
+#: kind of data state -> the mode that trains on it, and how to ask for that mode.
 _MODES: dict[Kind, tuple[str, str]] = {
     "stream": (
         "mode stream",
@@ -48,11 +49,11 @@ _MODES: dict[Kind, tuple[str, str]] = {
 
 
 def check_mode(kind: Kind | None, mode: str) -> None:
-    """Raise a StateError if a checkpoint of one mode is to be trained on in another.
+    """Raise a StateError if a checkpoint of one mode would be continued in another.
 
     Args:
-        kind: of the data state in the checkpoint; None if it has none.
-        mode: of this launch: stream or guard.
+        kind: the kind of data state in the checkpoint; None if it has none.
+        mode: the mode of this launch: stream or guard.
     """
     if kind is None or _MODES[kind][0] == f"mode {mode}":
         return
@@ -67,7 +68,7 @@ def check_mode(kind: Kind | None, mode: str) -> None:
 
 
 def check_stages(config: StreamConfig, seq_length: int) -> None:
-    """A stage to come may change the blend; Megatron's model and loader have one shape of samples from start to end."""
+    """Refuse later stages with other sample shapes: they may change the blend, but Megatron's shape is fixed."""
     for stage in config.stages:
         length = stage.seq_length or seq_length
         if length != seq_length or (stage.packing is not None and stage.packing != config.packing):
@@ -82,7 +83,7 @@ def check_stages(config: StreamConfig, seq_length: int) -> None:
 
 
 def without_state(iteration: int, position: int) -> StateError:
-    """The error for training that continues somewhere, without a stream's state to resume from."""
+    """The error for training that continues without a stream's state to resume from."""
     return StateError(
         "training continues, but no data state was restored",
         found=f"iteration {iteration}, {position} samples trained, no data state",
@@ -94,16 +95,16 @@ def without_state(iteration: int, position: int) -> StateError:
 
 
 def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's ``read_metadata(tracker) -> (iteration, release)``, collective where the processes are a group.
+    """Hook on Megatron's ``read_metadata(tracker) -> (iteration, release)``, collective once there is a process group.
 
-    If the tracker names nothing and was not mended (`mend_tracker`): the newest complete checkpoint.
+    If the tracker names nothing and was not repaired (`mend_tracker`), gives the newest complete checkpoint.
 
     Raises, on every rank:
-        CheckpointError: the file says nothing that Megatron could load, nor does a manifest.
+        CheckpointError: the file names nothing that Megatron could load, and neither does a manifest.
     """
 
     def read_metadata(tracker_filename: Any, *args: Any, **kwargs: Any) -> Any:
-        from megaresume.checkpoint.ranks import (  # deferred: torch, which `check_tracker` needs not
+        from megaresume.checkpoint.ranks import (  # deferred: needs torch, and `check_tracker` does not
             on_all_ranks,
             on_rank_0,
         )
@@ -123,14 +124,14 @@ def around_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_unusable(tracker: Pointer) -> bool:
-    """Whether a tracker does not say what to load: a kill or a full disk left it so, or what it names is gone."""
+    """Whether a tracker fails to say what to load, after a kill or on a full disk, or names something that is gone."""
     return tracker.status in ("empty", "garbled", "dangling") and tracker.tag != "release"
 
 
 def _instead(
     root: Path, tracker: Pointer, damaged: Mapping[Path, str] | None = None
 ) -> Choice | ForeignCheckpoint | None:
-    """The checkpoint to load if the tracker names none: see `_newest`; `ForeignCheckpoint`: load what it names."""
+    """The checkpoint to load if the tracker names none, see `_newest`; `ForeignCheckpoint`: load what it names."""
     if not is_unusable(tracker):
         return ForeignCheckpoint()
     try:
@@ -143,10 +144,10 @@ def _instead(
 
 
 def _newest(root: Path, damaged: Mapping[Path, str] | None = None) -> Choice | None:
-    """The newest checkpoint that its manifest vouches for; None if nothing was ever committed.
+    """The newest checkpoint whose manifest confirms it; None if nothing was ever committed.
 
     Raises:
-        CheckpointError: there are, or were, others alone.
+        CheckpointError: there are, or were, only unconfirmed ones.
     """
     choice = choose(root, damaged=damaged)
     if choice is not None and (choice.state is None or choice.tag != megatron_tag(choice.iteration or 0)):
@@ -155,7 +156,7 @@ def _newest(root: Path, damaged: Mapping[Path, str] | None = None) -> Choice | N
 
 
 def check_content(path: Path) -> None:
-    """Raise a CheckpointError if this rank's view of the tracker says nothing that Megatron could load."""
+    """Raise a CheckpointError if, as this rank sees it, the tracker names nothing that Megatron could load."""
     try:
         text = read_file(path).decode("utf-8", "backslashreplace").strip()
     except OSError as error:
@@ -179,7 +180,7 @@ def _invalid(path: Path, found: str) -> CheckpointError:
 
 
 def _remedy(root: Path) -> str:
-    """The checkpoint to point to, as far as the directory tells."""
+    """The command that points the tracker to a checkpoint, as far as the directory tells which."""
     try:
         choice = choose(root)
     except (MegaresumeError, OSError):
@@ -193,8 +194,9 @@ def _remedy(root: Path) -> str:
 
 
 def mend_tracker(root: Path, choice: Choice | None) -> None:
-    """Let a tracker that names nothing name what is resumed from; none is left if that is nothing. On rank 0, as the
-    owner of the root. Raises CheckpointError."""
+    """Make a tracker that names nothing name the checkpoint to resume from, or delete it if there is none. On rank 0,
+    as owner of the root. Raises CheckpointError.
+    """
     if not is_unusable(read_pointer(root, TRACKER)):
         return
     if choice is not None and choice.iteration is not None:
@@ -204,22 +206,22 @@ def mend_tracker(root: Path, choice: Choice | None) -> None:
 
 
 def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Choice | ForeignCheckpoint | None:
-    """The checkpoint that Megatron is to load. Reads only; on rank 0, before its load.
+    """The checkpoint for Megatron to load. Reads only; on rank 0, before the load.
 
-    A tracker may be missing at the first start of a run that loads from where it will save, if nothing was ever
+    The tracker may be missing at the first start of a run that loads from where it will save, if no save was ever
     finished; and if Megatron loads something else: an existing ``--ckpt-step``, ``--pretrained-checkpoint``, a
     non-persistent checkpoint.
 
     Args:
         args: Megatron's namespace.
-        damaged: tag directories that could not be read, with the reason.
+        damaged: unreadable tag directories, with the reason.
 
     Returns:
-        the checkpoint, `ForeignCheckpoint` if it has no manifest; None if there is none, and the run begins.
+        the checkpoint; `ForeignCheckpoint` if it has no manifest; None if there is none and the run starts afresh.
 
     Raises:
-        CheckpointError: the iteration of ``--ckpt-step`` is not there, or not whole; no checkpoint is whole; there are
-            checkpoints without a tracker; or nothing, where something must be.
+        CheckpointError: the iteration of ``--ckpt-step`` is missing or incomplete; no checkpoint is complete; there are
+            checkpoints but no tracker; or there is nothing where something must be.
     """
     load = getattr(args, "load", None)
     if not load or "://" in str(load):
@@ -256,8 +258,8 @@ def check_tracker(args: Any, *, damaged: Mapping[Path, str] | None = None) -> Ch
 
 
 def newer_copy(args: Any, root: Path, copies: Path, damaged: Mapping[Path, str]) -> Choice | None:
-    """The checkpoint among the copies of a root that is to be loaded, as it is newer than what is in the root, or is
-    what ``--ckpt-step`` asks for; None: what is in the root. Reads only; on rank 0.
+    """The checkpoint to load from the copies of a root, if it is newer than those in the root or is the one that
+    ``--ckpt-step`` asks for; None: load from the root. Reads only; on rank 0.
 
     Raises:
         CheckpointError: see `choose_of_two`.
@@ -272,17 +274,17 @@ def newer_copy(args: Any, root: Path, copies: Path, damaged: Mapping[Path, str])
 
 
 def _check_step(args: Any, root: Path) -> None:
-    """Refuse a ``--ckpt-step`` that is not there: Megatron would open its files and fail on the first."""
+    """Refuse a ``--ckpt-step`` that does not exist: Megatron would fail on opening its first file."""
     step = getattr(args, "ckpt_step", None)
     if not step or getattr(args, "non_persistent_ckpt_type", None) or (root / megatron_tag(int(step))).is_dir():
         return
-    # A tracker that says "release" wins over --ckpt-step.
+    # A tracker that says "release" takes precedence over --ckpt-step.
     if read_pointer(root, TRACKER).tag == "release":
         return
     there = [c for c in list_candidates(root) if c.has_dir and c.iteration is not None and not c.unfinished]
     there = [c for c in there if c.tag == megatron_tag(c.order)]
     some = listed([c.iteration for c in there], 10)
-    # The last one before it, or else the first after it.
+    # The last one before the step, or else the first one after it.
     nearest = sorted(there, key=lambda c: (c.order > int(step), abs(c.order - int(step))))
     raise CheckpointError(
         f"there is no checkpoint of iteration {step}, which --ckpt-step asks for",
@@ -294,7 +296,7 @@ def _check_step(args: Any, root: Path) -> None:
 
 
 def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
-    """The checkpoint to ask for: the first of these that is whole, if known."""
+    """Which checkpoint to ask for: the first complete one of these, if known."""
     for candidate in candidates:
         with contextlib.suppress(MegaresumeError):
             if examine(root, candidate).status in ("complete", "unmanaged"):
@@ -303,10 +305,8 @@ def _advice(root: Path, candidates: Iterable[Candidate]) -> str:
 
 
 def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | ForeignCheckpoint | None:
-    """The checkpoint that the tracker or --ckpt-step names, compared with its manifest, if it has one. If it is not
-    whole, and was not asked for by --ckpt-step, the newest one that is takes its place; None if none was ever
-    committed.
-    """
+    """The checkpoint that the tracker or --ckpt-step names, checked against its manifest if it has one. If the
+    tracker's is incomplete, the newest complete one replaces it. Any other incomplete one: CheckpointError."""
     tracker, step = read_pointer(root, TRACKER), getattr(args, "ckpt_step", None)
     if getattr(args, "non_persistent_ckpt_type", None):
         return ForeignCheckpoint()
@@ -340,7 +340,7 @@ def _named(args: Any, root: Path, damaged: Mapping[Path, str]) -> Choice | Forei
 
 
 def _moved_since(root: Path, candidate: Candidate) -> bool:
-    """Whether Megatron moved its tracker after the save of the marker began: then that save was done."""
+    """Whether Megatron moved its tracker after the marker's save began, so that save was completed."""
     marker = marker_path(root, candidate.order, candidate.tag)
     return (root / TRACKER).stat().st_mtime_ns >= marker.stat().st_mtime_ns
 

@@ -1,4 +1,4 @@
-"""A training loader of the script's own, under ``--dataloader-type external``:
+"""The script's own training loader, under ``--dataloader-type external``:
 
     def train_valid_test_datasets_provider(train_val_test_num_samples, vp_stage=None):
         ...
@@ -6,13 +6,13 @@
     pretrain(megaresume.provider(train_valid_test_datasets_provider), ...)
 
 Its clock is ``args.consumed_train_samples``: a checkpoint holds the state after exactly those samples, whatever was
-fetched beyond.
+fetched beyond them.
 
-    `ItemOrder`    a `megaresume.DataLoader`: one order of all ranks and one state, the same on every rank
-    `LoaderOrder`  Energon's, torchdata's or another with a state of its own: one for each data-parallel rank, written
+    `ItemOrder`    a `megaresume.DataLoader`: one order for all ranks, and one state, the same on every rank
+    `LoaderOrder`  Energon's, torchdata's or another loader with its own state: one per data-parallel rank, written
                    beside the checkpoint before its commit
 
-Nobody knows which of the two it is before the provider was called.
+Which of the two it is becomes known only when the provider is called.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GivenLoader:
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
-        #: its micro-batches, where training continues.
+        #: Its micro-batches, from where training continues.
         self.batches: Iterator[Any] | LoaderReader | None = None
 
     def __iter__(self) -> GivenLoader:
@@ -57,11 +57,11 @@ class GivenLoader:
 
 
 class LoaderOrder(LoaderStates):
-    """A loader with a state of its own.
+    """A loader that has its own state.
 
     Args:
-        host: of which the checkpoint is loaded.
-        loader: of this process; None if it reads no data.
+        host: whose checkpoint is loaded.
+        loader: this process's; None if it reads no data.
     """
 
     def __init__(self, host: MegatronHost, loader: Any) -> None:
@@ -78,12 +78,12 @@ class LoaderOrder(LoaderStates):
         return self.reader
 
     def trained(self) -> int:
-        """Batches of each data-parallel rank that ``consumed_train_samples`` stands for."""
+        """The number of batches per data-parallel rank that ``consumed_train_samples`` amounts to."""
         samples = int(self._args.consumed_train_samples) - self._base
         return self.record.batches + samples // (self.dp_size * int(self._args.micro_batch_size))
 
     def prepare(self) -> None:
-        """See `Data`: the states of all ranks' loaders for exactly the consumed samples."""
+        """See `Data`: takes the states of all ranks' loaders at exactly the consumed samples."""
         sizes = ((0, int(self._args.global_batch_size)),)
         samples = int(self._args.consumed_train_samples)
         self._take(samples, trained=self.trained(), sizes=sizes)
@@ -101,15 +101,15 @@ class LoaderOrder(LoaderStates):
 
 
 class ItemOrder(Data):
-    """A `megaresume.DataLoader`. Collective.
+    """A `megaresume.DataLoader`. Creating one is collective.
 
     Args:
-        host: of which the checkpoint is loaded.
-        loader: of this process; None if it reads no data. Rank 0 does.
+        host: whose checkpoint is loaded.
+        loader: this process's; None if it reads no data. Rank 0 always does.
 
     Raises, on every rank:
-        UsageError: some ranks have another kind of loader, or it makes other steps than Megatron.
-        StateError: the loaders of the ranks have other data; or the checkpoint was not trained on such a loader.
+        UsageError: some ranks have another kind of loader, or its steps differ from Megatron's.
+        StateError: the loaders of the ranks have different data, or the checkpoint was not trained with such a loader.
     """
 
     def __init__(self, host: MegatronHost, loader: Any) -> None:
@@ -117,7 +117,7 @@ class ItemOrder(Data):
         on_all_ranks(lambda: _check_items(host, loader) if loader is not None or is_rank_0() else None)
         self.feed = None if loader is None else ItemFeed(loader)
         check_same_data(self.feed)
-        #: of a process that reads no data: what rank 0 has told.
+        #: What rank 0 sent, on a process that reads no data.
         self._told = on_all_ranks(lambda: None if host.loaded is None else stream_of(host.loaded.state))
         self._tells = None in gather(loader is not None or None)
         self.batches: Iterator[Any] | None = None
@@ -136,7 +136,7 @@ class ItemOrder(Data):
         return None if self.feed is None else self.feed.origin
 
     def prepare(self) -> None:
-        """See `Data`: rank 0 tells those that read no data."""
+        """See `Data`: rank 0 sends the state to processes that read no data."""
         if self._tells:
             self._told = StreamState.from_json(on_rank_0(lambda: self.snapshot(self._samples()).to_json()))
 
@@ -153,7 +153,7 @@ class ItemOrder(Data):
             self.feed.read_back(state)
 
     def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`. Any number of ranks, workers and samples of a micro-batch may have saved it."""
+        """See `Data`. It may have been saved with any number of ranks and workers, and any micro-batch size."""
         if self.feed is not None:
             self.feed.restore(state, choice)
 
@@ -190,11 +190,11 @@ def _check_items(host: MegatronHost, loader: Any) -> None:
 
 
 def build_with_loaders(current: MegatronHost, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
-    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored where training continues. Collective.
+    """Megatron's ``build_train_valid_test_data_iterators`` over loaders, restored if training continues. Collective.
 
     Raises, on every rank:
-        StateError: training continues and there is no state, or it does not fit.
-        UsageError: a loader without a state, or with other steps than Megatron's.
+        StateError: training continues, but there is no state, or it does not fit.
+        UsageError: a loader without a state, or whose steps differ from Megatron's.
     """
     from megaresume.hosts.megatron.checkpointing import after_data_is_built
 
@@ -230,11 +230,11 @@ def build_with_loaders(current: MegatronHost, original: Callable[..., Any], prov
 
 
 def _check_first(loader: Any, *, has_one: bool) -> None:
-    """Refuse a loader of a further chunk of a virtual pipeline.
+    """Refuse a loader for a later chunk of a virtual pipeline.
 
     Args:
-        loader: what the provider has made for this chunk; None: nothing.
-        has_one: whether it has made one for the first chunk.
+        loader: what the provider made for this chunk; None: nothing.
+        has_one: whether it made one for the first chunk.
     """
     if loader is None:
         return

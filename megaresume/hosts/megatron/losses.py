@@ -1,13 +1,13 @@
-"""The loss of each token under Megatron-LM, as its schedules give it to the loss function: ``losses`` among
+"""Per-token losses under Megatron-LM, taken where its schedules pass them to the loss function, for ``losses`` in
 ``--megaresume-metrics``.
 
     forward_step_func(data_iterator, model) -> output_tensor, loss_func
       loss_func(output_tensor)                   on the last stage: the loss of each token, float[m, S]
       functools.partial(loss_func, loss_mask)    which of them count, as the scripts of Megatron-LM bind it
 
-The samples are those of the micro-batch that the forward step has just read. Of tensor-parallel ranks, which all have
-these losses, the first takes them. Evaluations are passed over. The samples do not say whether a script trains on what
-its model gives; so the first loss is compared with that of the loss function.
+The samples are those of the micro-batch that the forward step has just read. All tensor-parallel ranks have these
+losses; the first one takes them. Evaluations are ignored. As a script need not train on what its model returns, the
+first loss is compared with the loss function's.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from megaresume.hosts.token_losses import NEAR, TokenLosses, distance
 from megaresume.stream.errors import UsageError
 from megaresume.stream.stream import Stream
 
-#: the last resort, in each error.
+#: The last resort, for each error.
 _INSTEAD = "leave losses out; docs/metrics.md says what megaresume takes them from"
 
 
 def check(args: Any, project: Project, settings: Settings) -> None:
-    """Refuse what no losses can be taken of.
+    """Refuse runs whose losses cannot be taken.
 
     Raises:
         UsageError: not Megatron-LM, not megaresume's data, or context parallelism.
@@ -54,7 +54,7 @@ def check(args: Any, project: Project, settings: Settings) -> None:
 
 
 class Read(Protocol):
-    """An iterator of micro-batches, counted: see `megaresume.hosts.megatron.calls.Counted`."""
+    """A counted iterator of micro-batches: see `megaresume.hosts.megatron.calls.Counted`."""
 
     count: Count[str]
     size: int
@@ -62,14 +62,14 @@ class Read(Protocol):
 
 
 class ScheduleLosses(TokenLosses):
-    """Takes them from every training step.
+    """Takes the losses from training steps.
 
     Args:
-        every: of every so many micro-batches of this rank.
-        give: is given the numbers of the samples, the losses of their tokens, and which of them count.
-        project: whose ranks these are.
-        settings: with the balance of the ranks.
-        stream: of the training.
+        every: take one in this many micro-batches of this rank.
+        give: called with the sample numbers, the losses of their tokens, and which of them count.
+        project: the Megatron of these ranks.
+        settings: for the balance of the ranks.
+        stream: returns the training stream.
         read: the iterators of this rank.
     """
 
@@ -85,25 +85,25 @@ class ScheduleLosses(TokenLosses):
     ) -> None:
         super().__init__(every, lambda losses, mask: give(self._samples, losses, mask), instead=_INSTEAD)
         self._project, self._settings, self._stream, self._read = project, settings, stream, read
-        #: whether a schedule has asked; whether the loss function is known to use these losses.
+        #: Whether a schedule has asked, and whether the loss function is known to use these losses.
         self._is_asked = self._is_known = False
         self._samples: list[int] = []
         self._deal: RankDeal | None = None
 
     def step_made(self) -> None:
-        """A step is over."""
+        """Called when a step is over."""
         if not self._is_asked:
             self.stop("the step was not made by a schedule of megatron-core")
 
     def watched(self, forward_step: Callable[..., Any]) -> Callable[..., Any]:
-        """A ``forward_step_func`` of a training step."""
+        """Wrap the ``forward_step_func`` of a training step."""
         self._is_asked = True
         if parallel_state(self._project).get_tensor_model_parallel_rank() != 0:
             return forward_step
 
         @functools.wraps(forward_step)
         def with_losses(data_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-            if data_iterator is None or getattr(data_iterator, "replaying", False):  # no data here; a step run again
+            if data_iterator is None or getattr(data_iterator, "replaying", False):  # no data, or a rerun step
                 return forward_step(data_iterator, *args, **kwargs)
             counted = self._counted(data_iterator)
             before = 0 if counted is None else counted.count.end
@@ -137,11 +137,11 @@ class ScheduleLosses(TokenLosses):
         """Take the losses of a micro-batch.
 
         Args:
-            losses: of its tokens: float[m, S].
-            mask: which count: [m, S], or as many in another shape.
-            result: of the loss function: its loss first.
-            counted: where the micro-batch was read.
-            end: samples that were handed out with it.
+            losses: one per token: float[m, S].
+            mask: which of them count: [m, S], or the same number of values in another shape.
+            result: what the loss function returned, its loss first.
+            counted: the iterator that the micro-batch was read from.
+            end: samples handed out up to and including it.
         """
         if not isinstance(losses, torch.Tensor) or mask is None:
             self.stop("the model does not give a loss for each token, or the batch has no loss mask")
@@ -155,7 +155,7 @@ class ScheduleLosses(TokenLosses):
             self.take(losses, mask)
 
     def _samples_of(self, counted: Read, end: int) -> list[int]:
-        """Numbers of the samples in the stream, as Megatron's sampler deals them out."""
+        """The numbers of its samples in the stream, as Megatron's sampler deals them."""
         rank, size = data_parallel(self._project)
         micro = counted.size // size
         first = end - counted.size + rank * micro
@@ -167,7 +167,7 @@ class ScheduleLosses(TokenLosses):
 
 
 def _mask(loss_func: Any, batch: Any, losses: Any) -> Any:
-    """The loss mask that is bound to a loss function; else that of the batch. None: neither has one."""
+    """The loss mask bound to a loss function, or else the batch's. None if neither has one."""
     size = losses.numel() if isinstance(losses, torch.Tensor) else -1
     bound = [*loss_func.args, *loss_func.keywords.values()] if isinstance(loss_func, functools.partial) else []
     known = [*bound, batch.get("loss_mask") if hasattr(batch, "get") else None]
@@ -175,7 +175,7 @@ def _mask(loss_func: Any, batch: Any, losses: Any) -> Any:
 
 
 def _is_loss_of(losses: torch.Tensor, mask: torch.Tensor, result: Any) -> bool:
-    """Whether a loss is the sum of these losses, or their mean. Waits for the device."""
+    """Whether the loss is the sum or mean of these losses. Waits for the device."""
     loss = result[0] if isinstance(result, tuple) and result else result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         return False

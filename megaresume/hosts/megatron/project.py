@@ -1,9 +1,9 @@
-"""The kind and version of Megatron: by the contents of its files, not by names, and without importing it.
+"""The kind and version of Megatron, told from the contents of its files, not their names, and without importing it.
 
-The name ``megatron`` is shared by projects that have nothing else in common: Megatron-LM (``megatron.training.*``
-beside ``megatron.core``), pip's megatron-core (``megatron.core`` alone), Megatron-DeepSpeed in two families and
-gpt-neox (``megatron.training`` is a module there), Energon (``megatron.energon``). Several of them may lie on one
-``sys.path`` and share the namespace; each module is looked up as the import system would.
+Unrelated projects share the name ``megatron``: Megatron-LM (``megatron.training.*`` next to ``megatron.core``), pip's
+megatron-core (``megatron.core`` alone), Megatron-DeepSpeed in two families and gpt-neox (where ``megatron.training`` is
+a module), Energon (``megatron.energon``). Several of them may be on one ``sys.path`` and share the namespace, so each
+module is looked up the way the import system would.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megaresume.stream.errors import SetupError
 
 Kind = Literal["megatron-lm", "megatron-deepspeed", "bigscience"]
 
-#: Environment variable with the name of the package in a fork that renamed it.
+#: Environment variable with the package name in a fork that renamed it.
 PACKAGE_VARIABLE = "MEGARESUME_PACKAGE"
 
 #: kind -> role -> module, below the package.
@@ -60,25 +60,25 @@ _LAYOUTS: Mapping[Kind, Mapping[str, str]] = {
     },
 }
 
-#: What makes a module a part of the project: a file of the same name with these functions.
+#: What identifies a module of the project: a file of that name with these functions.
 _CONTENT = {"arguments": "_add_data_args", "checkpointing": "check_checkpoint_args", "training": "pretrain"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Project:
-    """A Megatron that this process imports, or would import."""
+    """A Megatron that this process imports or would import."""
 
     kind: Kind
-    #: directory that holds the package of the training code.
+    #: Directory that contains the package of the training code.
     root: Path
-    #: of Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; of bigscience's: the package's own.
+    #: For Megatron-LM and deepspeedai's Megatron-DeepSpeed: megatron-core's; for bigscience's: the package's own.
     version: str
-    #: role -> dotted name, of those that exist: arguments, checkpointing, training, global_vars, initialize,
+    #: role -> dotted name, for those that exist: arguments, checkpointing, training, global_vars, initialize,
     #: schedules, parallel_state; builder, signals; engine (DeepSpeed's).
     modules: Mapping[str, str]
 
     def at_least(self, major: int, minor: int) -> bool:
-        """Whether the version is this one or a later one; development versions count as their release."""
+        """Whether the version is this one or later; development versions count as their release."""
         return parse_version(self.version) >= (major, minor)
 
     def __str__(self) -> str:
@@ -86,20 +86,20 @@ class Project:
 
 
 def parse_version(version: str) -> tuple[int, int]:
-    """(major, minor) of ``0.16.1rc0``; what is not a number counts as 0."""
+    """(major, minor) of, say, ``0.16.1rc0``; a part that is not a number counts as 0."""
     numbers = [*(int(number) for number in re.findall(r"\d+", version)[:2]), 0, 0]
     return numbers[0], numbers[1]
 
 
 def modules_to_watch() -> list[str]:
-    """Every module below the package that holds a name to wrap in one of the projects, by dotted name."""
+    """Dotted names of every module below the package that holds a name to wrap in any of the projects."""
     roles = ("arguments", "checkpointing", "training", "initialize", "builder", "signals", "schedules")
     names = [layout[role] for layout in _LAYOUTS.values() for role in roles if role in layout]
     return list(dict.fromkeys(f"{package_name()}.{name}" for name in names))
 
 
 def package_name() -> str:
-    """``megatron``, or what the environment says that a fork calls it."""
+    """``megatron``, or the name of a fork's package from the environment."""
     return os.environ.get(PACKAGE_VARIABLE) or "megatron"
 
 
@@ -107,7 +107,7 @@ _current: Project | None = None
 
 
 def current_project() -> Project:
-    """The project of this process. Looked for once, the first time that somebody asks.
+    """The project of this process, found at the first call.
 
     Raises:
         SetupError: see `find_project`.
@@ -119,13 +119,13 @@ def current_project() -> Project:
 
 
 def find_project(package: str | None = None) -> Project:
-    """Look on ``sys.path`` for a Megatron whose training code we know. Imports nothing.
+    """Search ``sys.path`` for a Megatron whose training code we know. Imports nothing.
 
     Args:
         package: name of the package; None: ``megatron``, or what MEGARESUME_PACKAGE says.
 
     Raises:
-        SetupError: there is none, or it is one that we do not know.
+        SetupError: there is none, or not one that we know.
     """
     package = package or package_name()
     kinds: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
@@ -137,16 +137,15 @@ def find_project(package: str | None = None) -> Project:
             return _project("megatron-lm", package)
         if not re.search(r"^\s*import deepspeed\b|\bdeepspeed\.initialize\(", texts["training"], re.MULTILINE):
             break
-        # bigscience validates inside parse_args, and reads Megatron's tracker nowhere.
+        # bigscience validates inside parse_args, and never reads Megatron's tracker.
         modern = _defines(texts["arguments"], "validate_args") and _defines(texts["checkpointing"], "read_metadata")
         return _project("megatron-deepspeed" if modern else "bigscience", package)
     raise _refusal(package)
 
 
 def locate(dotted: str) -> Path | None:
-    """The file that ``import dotted`` would run, found without importing; None if there is no such module.
-
-    Of a package that is a mere namespace: None.
+    """The file that ``import dotted`` would run, found without importing; None if there is no such module, or it is a
+    namespace package.
     """
     parts = dotted.split(".")
     spec = _imported(parts[0]) or find_spec(parts[0])
@@ -163,7 +162,7 @@ def _imported(name: str) -> ModuleSpec | None:
 
 
 def _below(name: str, path: list[str]) -> ModuleSpec | None:
-    """The spec of a submodule in these places. Python's own finder would want the parent of a namespace imported."""
+    """The spec of a submodule in these places. Python's own finder would need the parent of a namespace imported."""
     for finder in sys.meta_path:
         if finder is not PathFinder and (spec := ask(finder, name, path)) is not None:
             return spec
@@ -198,13 +197,13 @@ def _project(kind: Kind, package: str) -> Project:
     if kind != "megatron-lm":
         modules["engine"] = "deepspeed.runtime.engine"
     training = locate(modules["training"])
-    assert training is not None  # its content was read
+    assert training is not None  # its contents were read above
     root = training.parents[modules["training"].count(".")]
     return Project(kind=kind, root=root, version=_version(kind, package, root), modules=modules)
 
 
 def _version(kind: Kind, package: str, root: Path) -> str:
-    """Of the core beside the training code; a core from elsewhere says nothing about the training code."""
+    """The version of the core next to the training code; a core from elsewhere says nothing about the training code."""
     inner = "package_info" if kind == "bigscience" else "core.package_info"
     beside = root.joinpath(package, *inner.split(".")).with_suffix(".py")
     source = _read(beside if beside.is_file() else locate(f"{package}.{inner}"))
@@ -251,7 +250,7 @@ def _refusal(package: str) -> SetupError:
 
 
 def parallel_state(project: Project) -> Any:
-    """Megatron's module of ranks."""
+    """Megatron's ``parallel_state`` module."""
     return importlib.import_module(project.modules["parallel_state"])
 
 

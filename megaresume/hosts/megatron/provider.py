@@ -1,10 +1,10 @@
-"""Our ``train_valid_test_datasets_provider``: datasets over streams that are open already.
+"""Our ``train_valid_test_datasets_provider``: datasets over streams that are already open.
 
-Megatron calls it on every rank, once for every virtual-pipeline chunk, inside its own
-``build_train_valid_test_data_loaders``. With ``--dataloader-type single`` it gets map-style datasets, and Megatron's
-sampler with ``consumed_train_samples`` does the rest; with ``external`` it gets iterators, which nobody else positions.
+Megatron calls it on every rank, once per virtual-pipeline chunk, inside its own
+``build_train_valid_test_data_loaders``. With ``--dataloader-type single`` it returns map-style datasets, and Megatron's
+sampler does the rest from ``consumed_train_samples``; with ``external`` it returns positioned iterators.
 
-`form_of` says what an item is to hold, from Megatron's flags, and refuses those under which it would be trained
+`form_of` derives from Megatron's flags what an item must hold, and refuses flags under which it would be trained
 wrongly.
 """
 
@@ -39,11 +39,11 @@ def stream_provider(
 
     Args:
         project: which Megatron this is.
-        args: its arguments, after a checkpoint was loaded.
-        order: holds the streams.
+        args: its arguments, once a checkpoint was loaded.
+        order: has the streams.
         form: what an item holds.
-        base: the script's own provider, which knows on which ranks data is wanted (``is_dataset_built_on_rank``
-            beside it); None: on tensor-parallel rank 0.
+        base: the script's own provider, which knows on which ranks data is needed (``is_dataset_built_on_rank`` next to
+            it); None: on tensor-parallel rank 0.
     """
     stage = base.keywords.get("vp_stage") if isinstance(base, functools.partial) else None
 
@@ -78,10 +78,10 @@ def _dataset(
     if part != "train":
         form = replace(form, logged=False)
     consumed, first = _consumed(args, part)
-    # Megatron counts what a whole run of these flags takes. A run that took more so far (larger global batches, more
-    # evaluations) needs as much again at most; its sampler would find no samples left, and the stream has no end.
+    # Megatron counts the samples of a whole run with these flags. A run that has already taken more (larger global
+    # batches, more evaluations) needs at most as many again, but its sampler would find none left. Streams are endless.
     num_samples = consumed + wanted
-    if stream.schedule is not None:  # from 0.18 on, a run of --train-samples ends with a whole step
+    if stream.schedule is not None:  # since 0.18, a run of --train-samples ends with a whole step
         num_samples = stream.schedule.step_of(first + num_samples - 1)[1] - first
     rank, size = data_parallel(project)
     deal = None
@@ -106,7 +106,7 @@ def _dataset(
 
 
 def _consumed(args: Any, part: Part) -> tuple[int, int]:
-    """Samples of this part that are consumed, as Megatron's sampler counts them, and the number of its sample 0."""
+    """(consumed samples of this part, as Megatron's sampler counts them; the number in the stream of its sample 0)."""
     if part == "test":
         return 0, 0
     consumed = int(getattr(args, f"consumed_{part}_samples", 0) or 0)
@@ -121,8 +121,8 @@ def _consumed(args: Any, part: Part) -> tuple[int, int]:
 class MicroBatches:
     """The micro-batches of one data-parallel rank from a position on, for ``--dataloader-type external``.
 
-    ``iter()`` is the object itself and changes nothing; there is no ``len()``. Slices are those of Megatron's sampler:
-    micro-batch k from sample c on is ``c + k*D*m + r*m .. + m``, whatever the global batch sizes are, since those are
+    ``iter()`` returns the object itself and changes nothing; there is no ``len()``. Slices are those of Megatron's
+    sampler: micro-batch k from sample c on is ``c + k*D*m + r*m .. + m``, for any global batch sizes, as they are
     multiples of D*m.
     """
 
@@ -147,12 +147,12 @@ class MicroBatches:
         return self
 
     def __next__(self) -> dict[str, torch.Tensor]:
-        """The next micro-batch: with images a `Batch`, or else what torch's default collation makes of the items.
+        """The next micro-batch: a `Batch` if there are images, else torch's default collation of the items.
 
         Raises:
             StopIteration: the samples of the run are used up.
         """
-        if self._batches is None:  # not before it is needed: worker processes cost
+        if self._batches is None:  # only when needed, as worker processes are costly
             self._batches = iter(self._loader())
         return next(self._batches)
 
@@ -171,7 +171,7 @@ class MicroBatches:
             collate_fn=whole if self.dataset.form.images else None,
             worker_init_fn=outlive_signals,
             pin_memory=torch.cuda.is_available(),
-            # It draws the workers' seeds. From the global generator, they would change the dropout of the model.
+            # The loader draws the workers' seeds; from the global generator, that would change the model's dropout.
             generator=torch.Generator(),
         )
 
@@ -179,18 +179,18 @@ class MicroBatches:
 def _is_wanted(project: Project, base: Callable[..., Any] | None, vp_stage: int | None, *, packed: bool) -> bool:
     """Whether this rank's ``get_batch`` asks for batches."""
     if project.kind != "megatron-lm":
-        return True  # Megatron-DeepSpeed calls the provider where data is wanted
+        return True  # Megatron-DeepSpeed calls the provider only where data is needed
     function = _beside(base, "is_dataset_built_on_rank")
     if function is None:
         return bool(parallel_state(project).get_tensor_model_parallel_rank() == 0)
-    # () to 0.14, (vp_stage) to 0.16, (vp_stage, is_packed_sequence) from 0.17 on.
+    # () up to 0.14, (vp_stage) up to 0.16, (vp_stage, is_packed_sequence) since 0.17.
     parameters = inspect.signature(function).parameters
     given = {"vp_stage": vp_stage, "is_packed_sequence": packed}
     return bool(function(**{name: value for name, value in given.items() if name in parameters}))
 
 
 def _beside(base: Callable[..., Any] | None, name: str) -> Callable[..., Any] | None:
-    """A function of the script that the provider is from."""
+    """A function by this name in the script that the provider comes from."""
     function: Any = base
     while function is not None:
         if isinstance(function, functools.partial):
@@ -207,7 +207,7 @@ def _beside(base: Callable[..., Any] | None, name: str) -> Callable[..., Any] | 
 
 
 def _index_split(project: Project, part: Part) -> Any:
-    """Megatron's name of the part, by which it chooses batch sizes for evaluation; None if it has none."""
+    """Megatron's name for the part, by which it chooses evaluation batch sizes; None if it has none."""
     module = project.modules.get("builder", "").rpartition(".")[0]
     try:
         splits = importlib.import_module(f"{module}.utils").Split if module else None
@@ -231,16 +231,16 @@ def form_of(
 
     Args:
         args: Megatron's arguments.
-        packing: of the stream.
-        text: Megatron-DeepSpeed.
-        eod: gives the end-of-document token; called only where something depends on it.
-        spans: names of the sources that say which of their tokens are trained.
-        fillers: names of those that are cut, to fill what whole documents leave free.
-        images: the blend has sources with images.
-        logged: somebody above the loader takes what identifies the samples out of every batch again.
+        packing: the stream's.
+        text: whether this is Megatron-DeepSpeed.
+        eod: returns the end-of-document token; called only if something depends on it.
+        spans: names of the sources that mark which of their tokens are trained.
+        fillers: names of the sources that are cut to fill the space that whole documents leave.
+        images: whether the blend has sources with images.
+        logged: whether something above the loader removes the sample identities from every batch again.
 
     Raises:
-        UsageError: flags under which these samples would be trained wrongly, with those that make it right.
+        UsageError: flags under which these samples would be trained wrongly; names the flags that would be right.
     """
     apart = not packing.traits.cuts or packing.align > 1
     flags = {name: bool(getattr(args, name, False)) for name in _RESETS}
@@ -263,7 +263,7 @@ def form_of(
         cu_seqlens=cu_seqlens,
         align=packing.align,
         eod=eod() if any(content.values()) else None,
-        # From 0.18 on, context parallelism cuts every tensor of the batch along the sequence, also those it knows not.
+        # Since 0.18, context parallelism cuts every tensor of the batch along the sequence, even ones unknown to it.
         identity=identity and getattr(args, "context_parallel_size", 1) == 1,
         logged=logged,
         **content,
@@ -328,10 +328,10 @@ def _check_text(flags: dict[str, bool], packing: PackingConfig) -> None:
 
 
 def _cu_seqlens(args: Any, packing: PackingConfig) -> Literal["padded", "exact"] | None:
-    """The form in which this version takes the bounds of documents, if it does."""
+    """The form in which this version takes document bounds, if it does."""
     if getattr(args, "dataloader_inter_document_masking", False):
         flag, form = "--dataloader-inter-document-masking", "padded"
-    # --sft packs since the version that brought --hybrid-context-parallel (0.16), with bounds padded since 0.19.
+    # --sft packs since the version with --hybrid-context-parallel (0.16), with padded bounds since 0.19.
     elif getattr(args, "sft", False) and hasattr(args, "hybrid_context_parallel"):
         flag, form = "--sft", "padded" if hasattr(args, "dataloader_inter_document_masking") else "exact"
     else:
@@ -372,7 +372,7 @@ def _check_align(args: Any, packing: PackingConfig, flag: str) -> None:
 
 
 def warnings_of(args: Any, form: SampleForm, packing: PackingConfig) -> list[str]:
-    """Warnings about flags that are allowed and hardly meant: documents of one sample that attend to each other."""
+    """Warnings about flags that are allowed but rarely intended: documents of one sample that attend to each other."""
     if packing.traits.bins is None or form.cu_seqlens is not None:
         return []
     if not form.text and not form.attention_mask:

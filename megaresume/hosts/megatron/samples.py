@@ -1,23 +1,23 @@
-"""Samples of a stream as items with the keys that Megatron's ``get_batch`` takes.
+"""Samples of a stream as items with the keys that Megatron's ``get_batch`` expects.
 
     Megatron-LM           tokens, labels, loss_mask, position_ids
       + attention_mask           unless --no-create-attention-mask-in-dataloader
-      + cu_seqlens, max_seqlen   with --dataloader-inter-document-masking (from 0.19) or --sft (from 0.16)
+      + cu_seqlens, max_seqlen   with --dataloader-inter-document-masking (since 0.19) or --sft (since 0.16)
     Megatron-DeepSpeed    text: the tokens of the sample and the one after them
     a blend with images   a whole `megaresume.batches.batch.Batch`, with --dataloader-type external: no two have the
-                          same number of images, and get_batch of a multimodal script is its own
+                          same number of images, and a multimodal script has its own get_batch
 
 Two kinds of samples:
 
-    split              as GPTDataset's: a token's label is the token after it, also where that begins another document;
-                       --reset-position-ids, --reset-attention-mask and --eod-mask-loss mean what they mean there
-    every other        documents are kept apart: the last token of a document has no label, position ids begin again
-                       in every document, and if there is an attention mask it is the document's own
+    split              like GPTDataset's: a token's label is the next token, even if that begins another document;
+                       --reset-position-ids, --reset-attention-mask and --eod-mask-loss mean the same as there
+    every other        documents are kept apart: the last token of a document has no label, position ids restart in
+                       every document, and an attention mask, if any, is per document
 
-The loss mask is that of the label: of a corpus with spans, 1 where the label is a token that is trained. Labels are
-there also where they do not count.
+The loss mask belongs to the label: for a corpus with spans, 1 where the label is a trained token. Labels are also
+filled in where they do not count.
 
-An item is a pure function of its number: neither workers nor ranks enter. Compiled loops make a batch at a time.
+An item is a pure function of its number, independent of workers and ranks. Compiled loops make a batch at a time.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from megaresume.stream.planner import Plan
 from megaresume.stream.source import count_trained
 from megaresume.stream.stream import Stream
 
-#: the number of each sample in the stream: int64.
+#: The number of each sample in the stream: int64.
 SAMPLE_KEY = "megaresume_sample"
-#: what each sample is: the bits of its identity hash, int64.
+#: The identity hash of each sample, its bits as int64.
 HASH_KEY = "megaresume_hash"
-#: Environment variable: 1 adds both to every item, for the audit of a training loop.
+#: Environment variable: 1 adds both to every item, to audit a training loop.
 IDENTITY_VARIABLE = "MEGARESUME_SAMPLE_IDS"
 
 Item = dict[str, torch.Tensor]
@@ -59,45 +59,45 @@ Item = dict[str, torch.Tensor]
 class SampleForm:
     """The form of an item."""
 
-    #: whole micro-batches with images instead of items (Megatron-LM with --dataloader-type external).
+    #: Whole micro-batches with images instead of items (Megatron-LM with --dataloader-type external).
     images: bool = False
-    #: one ``text`` of S + 1 tokens instead of everything else.
+    #: A single ``text`` of S + 1 tokens instead of everything else.
     text: bool = False
-    #: labels continue into the next document, as GPTDataset's do; documents are ended by the token ``eod`` alone.
+    #: Labels continue into the next document, as GPTDataset's do; only the token ``eod`` ends documents.
     across: bool = True
-    #: begin position ids again after every ``eod`` (``across``).
+    #: Position ids restart after every ``eod`` (with ``across``).
     reset_position_ids: bool = False
-    #: attention does not look back over an ``eod`` (``across``).
+    #: Attention does not look back past an ``eod`` (with ``across``).
     reset_attention_mask: bool = False
-    #: no loss at ``eod``.
+    #: No loss at ``eod``.
     eod_mask_loss: bool = False
-    #: add bool[1, S, S].
+    #: Add an attention mask, bool[1, S, S].
     attention_mask: bool = False
-    #: int32[S + 1], filled up with S (``padded``); as long as it is (``exact``: micro-batches of one sample).
+    #: int32[S + 1], filled up with S (``padded``), or without filling (``exact``: micro-batches of one sample).
     cu_seqlens: Literal["padded", "exact"] | None = None
-    #: segments start and end at multiples of this, in ``cu_seqlens``.
+    #: Segments start and end at multiples of this in ``cu_seqlens``.
     align: int = 1
-    #: the end-of-document token; None if nothing asks for it.
+    #: The end-of-document token; None if nothing needs it.
     eod: int | None = None
-    #: add `SAMPLE_KEY` and `HASH_KEY`. Small tensors too are costly to hand over from worker processes.
+    #: Add `SAMPLE_KEY` and `HASH_KEY`. Even small tensors are costly to pass from worker processes.
     identity: bool = False
-    #: add them in any case: they are taken out again before ``get_batch``.
+    #: Add them in any case, to be removed again before ``get_batch``.
     logged: bool = False
 
     @property
     def masks_of_the_plan(self) -> bool:
-        """Whether loss masks are those that the documents alone say, which `megaresume verify` makes again."""
+        """Whether loss masks depend on the documents alone, so that `megaresume verify` can recompute them."""
         return not (self.text or self.across or self.eod_mask_loss)
 
 
 @compiled
 def cross_documents(rows, columns, trained, tokens, labels, loss_mask):  # type: ignore[no-untyped-def]
-    """Give the last token of every document the label that GPTDataset gives it: the token after it in the sample.
+    """Give the last token of every document the label that GPTDataset gives it: the next token in the sample.
 
     Args:
-        rows, columns: of the `Layout`.
-        trained: bool[n], of the first token of each segment.
-        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. The last two are written.
+        rows, columns: those of the `Layout`.
+        trained: bool[n], whether the first token of each segment is trained.
+        tokens, labels: int64[m, S]. loss_mask: float32[m, S]. Labels and mask are written.
     """
     for k in range(1, rows.size):
         row, start = rows[k], columns[k]
@@ -108,7 +108,7 @@ def cross_documents(rows, columns, trained, tokens, labels, loss_mask):  # type:
 
 @compiled
 def count_from(tokens, eod, position_ids):  # type: ignore[no-untyped-def]
-    """Position ids that begin again after every ``eod``: int64[m, S], written."""
+    """Write position ids that restart after every ``eod``, int64[m, S]."""
     for row in range(tokens.shape[0]):
         position = 0
         for i in range(tokens.shape[1]):
@@ -122,10 +122,10 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
     Args:
         stream: the stream.
         form: what an item holds.
-        num_samples: what ``len`` answers: samples of the run, for Megatron's samplers.
-        first: number in the stream of item 0: other than 0 where Megatron counts from the start of a phase.
-        index_split: which part this is, in the words of this Megatron, if it asks.
-        deal: which samples this rank gets; None: those that its sampler counts.
+        num_samples: result of ``len``: the samples of the run, for Megatron's samplers.
+        first: number in the stream of item 0; not 0 if Megatron counts from the start of a phase.
+        index_split: Megatron's name for this part, if it asks for one.
+        deal: chooses the samples of this rank; None: those that its sampler counts.
     """
 
     def __init__(
@@ -142,23 +142,23 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         self._deal = deal
         self._num_samples = num_samples
         self._first = first
-        if index_split is not None:  # only then: Megatron asks with hasattr
+        if index_split is not None:  # only then, as Megatron asks with hasattr
             self.index_split = index_split
         pad_id = form.eod if form.text and form.eod is not None else 0
         self._inner = StreamDataset(stream, pad_id=pad_id)
         self._shared: dict[str, torch.Tensor] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For workers that are spawned: without what can be made again."""
+        """For spawned workers: leaves out what can be made again."""
         return self.__dict__ | {"_shared": {}}
 
     @property
     def stream(self) -> Stream:
-        """The stream, in this process."""
+        """The stream as opened in this process."""
         return self._inner.stream
 
     def __len__(self) -> int:
-        """Samples of the run."""
+        """Number of samples in the run."""
         return self._num_samples
 
     def __getitem__(self, index: int) -> Item:
@@ -167,18 +167,18 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         return item
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A micro-batch, read together: torch asks for whole batches where a dataset has this method.
+        """A micro-batch, read together: torch asks for whole batches if a dataset has this method.
 
         Returns:
-            One item a sample, in the order of ``indices``; with images one `Batch`.
+            One item per sample, in the order of ``indices``; with images, one `Batch`.
 
         Raises:
-            StreamExhausted: the stream ends within the global batch of these samples; on every rank alike.
-            CorpusError: a document is damaged; or, for ``text``, does not end with the end-of-document token.
-            UsageError: balanced ranks, and the sampler is not Megatron's.
+            StreamExhausted: the stream ends within the global batch of these samples; the same on every rank.
+            CorpusError: a document is damaged, or (for ``text``) does not end with the end-of-document token.
+            UsageError: ranks are balanced, and the sampler is not Megatron's.
         """
         if torch.utils.data.get_worker_info() is not None:
-            outlive_signals()  # here, since the loader is Megatron's own
+            outlive_signals()  # here, since Megatron itself makes the loader
         samples = [self._first + int(index) for index in indices]
         if self._deal is not None:
             samples = self._deal.samples(self.stream, samples)
@@ -209,14 +209,14 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         return self._inner.plan_of(samples)
 
     def _check_end(self, sample: int) -> None:
-        """All samples of its global batch must exist: a rank that ran dry alone would leave the others waiting."""
+        """Check that all samples of its global batch exist: if one rank ran dry alone, the others would hang."""
         schedule = self.stream.schedule
         if schedule is not None:
             _, stop = schedule.step_of(sample)
             self.stream.plan(stop - 1, stop)
 
     def _cross(self, samples: list[int], plan: Plan, layout: SegmentLayout, arrays: BatchArrays) -> None:
-        """Give the last token of every document the token after it for a label, also if that is in the next sample."""
+        """Label the last token of every document with the next token, which may be in the next sample."""
         trained = self._is_first_token_trained(plan)
         cross_documents(layout.rows, layout.columns, trained, arrays.tokens, arrays.labels, arrays.loss_mask)
         for row in self._end_documents(plan, arrays):
@@ -226,16 +226,16 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
                 try:
                     after = self.stream.plan(samples[row] + 1, samples[row] + 2)
                 except StreamExhausted:
-                    continue  # the last token of all has no label
+                    continue  # the very last token has no label
                 one = BatchArrays.empty(1, arrays.tokens.shape[1])
                 self._inner.assembler.fill(after, one)
                 token, counts = one.tokens[0, 0], self._is_first_token_trained(after)[0]
             arrays.labels[row, -1], arrays.loss_mask[row, -1] = token, counts
 
     def _end_documents(self, plan: Plan, arrays: BatchArrays) -> list[int]:
-        """Rows whose last token is the last one of its document. Others know their label."""
+        """Rows whose last token ends its document; in all others that token's label is known already."""
         full = plan.tokens() == arrays.tokens.shape[1]
-        rows = np.flatnonzero(full & (arrays.loss_mask[:, -1] == 0)).tolist()  # of these, not all: with spans
+        rows = np.flatnonzero(full & (arrays.loss_mask[:, -1] == 0)).tolist()  # with spans, some more
         last = plan.table[plan.starts[1:] - 1]
         sources = cast(Sequence[Source], self.stream.sources)
         return [
@@ -294,7 +294,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         return self._shared[name]
 
     def _masks(self, layout: SegmentLayout, tokens: Int64Array) -> tuple[torch.Tensor, ...]:
-        """bool[1, S, S] for each sample, True where attention is not allowed."""
+        """An attention mask per sample, bool[1, S, S], True where attention is not allowed."""
         length = tokens.shape[1]
         causal = self._share("causal", lambda: torch.ones(1, length, length, dtype=torch.bool).triu_(diagonal=1))
         if self.form.across and not self.form.reset_attention_mask:
@@ -322,7 +322,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
         end = 0
         for num in layout.num_bounds.tolist():
             begin, end = end, end + num
-            # Padding after the last document belongs to it, up to a multiple of `align`.
+            # Padding after the last document counts as part of it, up to a multiple of `align`.
             bounds = np.unique(-(-layout.bounds[begin:end] // align) * align)
             row = np.full(length + 1 if self.form.cu_seqlens == "padded" else len(bounds), length, np.int32)
             row[: len(bounds)] = bounds
@@ -332,7 +332,7 @@ class SampleDataset(torch.utils.data.Dataset[Item]):
 
 
 def _check_ends(plan: Plan, layout: SegmentLayout, tokens: Int64Array, eod: int, stream: Stream) -> None:
-    """Every document that another one follows directly must end with ``eod``: nothing else tells them apart."""
+    """Check that a document followed directly by another ends with ``eod``, as nothing else separates them."""
     columns, rows = layout.columns, layout.rows
     directly = (columns[1:] > 0) & (columns[:-1] + plan.table[:-1, LENGTH] == columns[1:])
     wrong = directly & (tokens[rows[1:], columns[1:] - 1] != eod)
@@ -353,33 +353,33 @@ def _check_ends(plan: Plan, layout: SegmentLayout, tokens: Int64Array, eod: int,
 
 
 class RankDeal:
-    """The samples of one data-parallel rank.
+    """Which samples one data-parallel rank gets.
 
         sampler: consumed + k*D*m + r*m .. + m     the places of rank r in micro-step k, whatever lies there
-          -> the step that a place is of           by the planned global batch sizes
+          -> the step of a place                   by the planned global batch sizes
           -> the deal of its samples               `dealt_order`: by their costs, the same on every rank
           -> the sample at that place
 
-    A function of the place and of the layout alone: no process keeps any of it.
+    Depends only on the place and the layout; no process keeps any state for it.
 
     Args:
         balance: how the samples of a step are dealt.
-        micro_batch_size: samples.
-        dp_rank, dp_size: of this rank, as Megatron's sampler sees them.
+        micro_batch_size: in samples.
+        dp_rank, dp_size: this rank's, as Megatron's sampler sees them.
     """
 
     def __init__(self, balance: Balance, *, micro_batch_size: int, dp_rank: int, dp_size: int) -> None:
         self.balance = balance
         self.micro_batch_size = micro_batch_size
         self.dp_rank, self.dp_size = dp_rank, dp_size
-        #: of the last step: its first sample, and its samples in the order of their places.
+        #: The last step's first sample, and its samples in the order of their places.
         self._last: tuple[int, Int64Array] = (0, np.zeros(0, np.int64))
 
     def samples(self, stream: Stream, places: Sequence[int]) -> list[int]:
-        """The samples at these places, which count from the beginning of the stream as samples do.
+        """The samples at these places. Like samples, places count from the beginning of the stream.
 
         Raises:
-            StreamExhausted: the stream ends within their step; on every rank alike.
+            StreamExhausted: the stream ends within their step; the same on every rank.
             UsageError: they are not places of this rank.
         """
         return [self._sample(stream, place) for place in places]

@@ -1,10 +1,10 @@
-"""The names in Megatron that we wrap: what, where, why, and what it means when one is missing.
+"""The names in Megatron that we wrap: what, where, why, and what it means if one is missing.
 
-All of them are looked up when they are called, as globals of the module that is named here or by name from there, and
-have kept their names and their place since core 0.8. ``docs/megatron-launcher.md`` shows this table.
+Megatron looks all of them up at each call, as globals of the module named here or by name from it, and they have kept
+their names and places since core 0.8. ``docs/megatron-launcher.md`` shows this table.
 
-And the errors of `megaresume.hosts.megatron.calls`: which of these names training should have called, and what it calls
-instead.
+Also the errors of `megaresume.hosts.megatron.calls`: which of these names training should have called, and what it
+calls instead.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _READ_METADATA: tuple[Kind, ...] = ("megatron-lm", "megatron-deepspeed")
 
 _HOME = "megaresume.hosts.megatron"
 
-#: factories that `megaresume.hosts.megatron.calls` asks for: which of them this process has come through.
+#: Factories that `megaresume.hosts.megatron.calls` asks about: which of them this process has called.
 ITERATORS, SAVE = "iterators.around_build_data_iterators", "checkpointing.around_save_checkpoint"
 LOAD, SIGNALS = "checkpointing.around_load_checkpoint", "host.around_signals_received"
 
-#: paths of the factories whose wrappers were called in this process.
+#: Paths of the factories whose wrappers were called in this process.
 called: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """``around_x(original) -> replacement``, imported when it is first needed. Equal by name."""
+    """``around_x(original) -> replacement``, imported when first needed. Equal by path."""
 
-    #: dotted name below this package.
+    #: Dotted name below this package.
     path: str
 
     def __call__(self, original: Any) -> Any:
@@ -65,19 +65,19 @@ class Factory:
 class Seam:
     """One name that we wrap."""
 
-    #: key of `Project.modules`.
+    #: Key of `Project.modules`.
     role: str
-    #: a function of that module, or ``Class.method``.
+    #: A function of that module, or ``Class.method``.
     name: str
     factory: Factory
     kinds: tuple[Kind, ...]
-    #: one sentence for the document and for the error.
+    #: One sentence, for the document and for the error.
     why: str
-    #: whether a training without it would be a silent failure.
+    #: Whether training without it would fail silently.
     required: bool = True
-    #: whether another patcher may put something else in its place: what it does is done elsewhere as well.
+    #: Whether another patcher may replace it, as what it does is also done elsewhere.
     replaceable: bool = False
-    #: roles of the modules that import it by name and call it from there.
+    #: Roles of the modules that import it by name and call it from there.
     used_by: tuple[str, ...] = ()
 
     def owner(self, module: ModuleType) -> Any:
@@ -86,10 +86,10 @@ class Seam:
         return getattr(module, class_name, None) if class_name else module
 
     def apply(self, module: ModuleType, role: str, project: Project) -> None:
-        """Wrap the name in a module that is imported: in its home, and where somebody put another one in its place.
+        """Wrap the name in an imported module: where it is defined, and in modules that import it.
 
         Raises:
-            SetupError: the name is not at home, and it is required.
+            SetupError: it is required, and is not where it should be defined.
         """
         owner, attribute = self.owner(module), self.name.rpartition(".")[2]
         there = callable(getattr(owner, attribute, None))
@@ -99,7 +99,7 @@ class Seam:
             raise self.missing(module, project)
 
     def missing(self, module: ModuleType, project: Project) -> SetupError:
-        """The error for a name that is not there."""
+        """The error for a missing name."""
         first = "core 0.8" if project.kind == "megatron-lm" else "its beginning"
         return SetupError(
             f"{module.__name__} has no {self.name}, which megaresume has to wrap: {self.why}",
@@ -111,7 +111,7 @@ class Seam:
         )
 
     def lost(self, module: ModuleType) -> SetupError:
-        """The error for a wrapper that another patcher has put aside."""
+        """The error for a wrapper that another patcher has replaced."""
         holder = getattr(self.owner(module), self.name.rpartition(".")[2])
         home = getattr(holder, "__module__", None) or type(holder).__module__
         name = getattr(holder, "__qualname__", None) or type(holder).__qualname__
@@ -125,7 +125,7 @@ class Seam:
         )
 
     def is_reached_from(self, module: ModuleType) -> bool:
-        """Whether a call of the name in this module still comes to our wrapper; True if it has no such name."""
+        """Whether a call of the name in this module still reaches our wrapper; True if it has no such name."""
         owner, attribute = self.owner(module), self.name.rpartition(".")[2]
         holder = getattr(owner, attribute, None)
         return holder is None or reaches(holder, self.factory)
@@ -248,7 +248,7 @@ def seams_of(project: Project) -> list[Seam]:
     """The names to wrap in this project.
 
     Raises:
-        SetupError: a required one belongs to a module that the project does not have.
+        SetupError: a required name belongs to a module that the project does not have.
     """
     wanted = [seam for seam in SEAMS if project.kind in seam.kinds]
     for seam in wanted:
@@ -264,7 +264,7 @@ def seams_of(project: Project) -> list[Seam]:
 
 
 def check_installed() -> None:
-    """Make sure that a call of each name still comes to our wrapper, wherever Megatron calls it from.
+    """Check that a call of each name still reaches our wrapper, from wherever Megatron calls it.
 
     Raises:
         SetupError: another patcher replaced a function that we had wrapped, or a module was never seen.
@@ -279,16 +279,16 @@ def check_installed() -> None:
 
 #: Packages whose frames are not the training loop.
 _BELOW_THE_LOOP = ("torch", "deepspeed", "functools", "contextlib", "megaresume")
-#: In the name of a function that does what ours should have done.
+#: Occurs in the name of a function that does what ours should have done.
 _BUILDERS = ("data_iterators", "data_loaders", "dataloaders")
 
 
 def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
-    """The data was not built through our hook. The same on every rank.
+    """The error if the data was not built through our hook. The same on every rank.
 
     Args:
         current: the host; None if Megatron's arguments were never set.
-        what: is about to happen.
+        what: what is about to happen.
     """
 
     if current is not None:
@@ -323,7 +323,7 @@ def not_built(current: MegatronHost | None, what: str) -> MegaresumeError:
 
 
 def not_loaded(iteration: int) -> MegaresumeError:
-    """Training resumes from a checkpoint that our hook has not seen. The same on every rank."""
+    """The error if training resumes from a checkpoint that our hook has not seen. The same on every rank."""
     name = seam_name(LOAD)
     return known_to_all(
         SetupError(
@@ -337,11 +337,11 @@ def not_loaded(iteration: int) -> MegaresumeError:
 
 
 def not_read(taken: int, trained: int) -> MegaresumeError:
-    """The refusal of training that does not read what was built through our hook.
+    """The error for training that does not read what was built through our hook.
 
     Args:
-        taken: samples of all ranks, by what this rank took from its training iterator.
-        trained: samples, by Megatron's counter.
+        taken: samples of all ranks, judged by what this rank took from its training iterator.
+        trained: samples by Megatron's counter.
     """
     name = seam_name(ITERATORS)
     return SetupError(
@@ -355,11 +355,11 @@ def not_read(taken: int, trained: int) -> MegaresumeError:
 
 
 def not_trained(taken: int, trained: int) -> MegaresumeError:
-    """More was taken from the data that was built through our hook than Megatron counts as trained.
+    """The error if more was taken from the data built through our hook than Megatron counts as trained.
 
     Args:
-        taken: samples of all ranks, by what this rank took from its training iterator.
-        trained: samples, by Megatron's counter.
+        taken: samples of all ranks, judged by what this rank took from its training iterator.
+        trained: samples by Megatron's counter.
     """
     return SetupError(
         "batches were taken and not trained",
@@ -373,7 +373,7 @@ def not_trained(taken: int, trained: int) -> MegaresumeError:
 
 
 def without_state(samples: int) -> MegaresumeError:
-    """Megatron's arguments are about to be written, and the state on them is not that of their counter."""
+    """The error if Megatron's arguments are about to be written with a state that does not match their counter."""
     name = seam_name(SAVE)
     return SetupError(
         "a checkpoint is about to be written without the state of its data",
@@ -386,7 +386,7 @@ def without_state(samples: int) -> MegaresumeError:
 
 
 def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
-    """Megatron's tracker names a checkpoint that our hook has not saved."""
+    """The error if Megatron's tracker names a checkpoint that our hook has not saved."""
     name = seam_name(SAVE)
     return SetupError(
         "checkpoints were written without the state of their data",
@@ -403,7 +403,7 @@ def saved_past_us(current: MegatronHost, tracker: str) -> MegaresumeError:
 
 
 def not_asked(current: MegatronHost) -> MegaresumeError:
-    """Our stop flags were given, but the loop never checked whether to stop."""
+    """The error if our stop flags were given, but the loop never checked whether to stop."""
     name = seam_name(SIGNALS)
     return SetupError(
         "nothing checked whether to stop: --megaresume-stop-file and --megaresume-stop-before-end had no effect",
@@ -416,7 +416,7 @@ def not_asked(current: MegatronHost) -> MegaresumeError:
 
 
 def seam_name(factory: str) -> str:
-    """The place of the function that this factory wraps in Megatron."""
+    """Where Megatron has the function that this factory wraps."""
     seam = next(seam for seam in SEAMS if seam.factory.path == factory)
     try:
         home = current_project().modules[seam.role]
@@ -426,7 +426,7 @@ def seam_name(factory: str) -> str:
 
 
 def _loop(frame: FrameType | None) -> str:
-    """The function that trains or saves, as a person would look for it."""
+    """The function that trains or saves, in a form a person can look up."""
     below = (*_BELOW_THE_LOOP, f"{package_name()}.core")
     while frame is not None:
         name, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
@@ -438,7 +438,7 @@ def _loop(frame: FrameType | None) -> str:
 
 
 def _others() -> str:
-    """Functions elsewhere that do by their names what ours should have done; of the same name first."""
+    """Functions elsewhere whose names suggest that they do what ours should have done; same name first."""
     ours, factory = seam_name(ITERATORS), Factory(ITERATORS)
     home, _, same = ours.rpartition(".")
     found: list[tuple[bool, str]] = []

@@ -1,14 +1,14 @@
 """From Megatron's arguments to the train, valid and test streams.
 
-    --megaresume-data data.yaml         the three parts of every source: its own split, else --split
+    --megaresume-data data.yaml         the three parts of every source: by its own split, else by --split
     --data-path, --data-args-path       the same, blended as given; packed as GPTDataset does (``split``)
     --train-data-path, --valid-..., --per-split-data-args-path     a blend of whole corpora for each part
 
-Two different values for one setting are an error, never resolved silently; so is what a stream cannot give.
+Two different values for one setting are an error, never resolved silently; so is anything a stream cannot provide.
 
-`StreamOrder` is the training stream as the thing that a checkpoint saves. The clock is Megatron's
+`StreamOrder` is the training stream in the form that a checkpoint saves. Its clock is Megatron's
 ``args.consumed_train_samples``: a state is taken for exactly that many samples, however many were read ahead, and a
-resume begins at exactly that many, whatever the checkpoint was saved with.
+resume begins after exactly that many, whatever the checkpoint was saved with.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from megaresume.stream.skips import NO_SKIP, SkipConfig
 from megaresume.stream.state import StreamState
 from megaresume.stream.stream import Stream
 
-#: What Megatron takes where ``--split`` is not given.
+#: Megatron's default if ``--split`` is not given.
 DEFAULT_SPLIT = "969, 30, 1"
 
 _YAML = "--megaresume-data"
-#: flags that say what the data is, by their name on args.
+#: Flags that name the data, by their name on args.
 _CLASSIC = {
     "data_path": "--data-path",
     "data_args_path": "--data-args-path",
@@ -56,13 +56,13 @@ _CLASSIC = {
 class PartData:
     """The data config or paths that one stream is opened from."""
 
-    #: the mapping of a data.yaml.
+    #: The mapping of a data.yaml.
     mapping: Mapping[str, Any]
-    #: directory that relative paths in it start from.
+    #: Directory that its relative paths start from.
     base_dir: Path
-    #: for sources without a split of their own; None if they are taken whole.
+    #: For sources without their own split; None: take them whole.
     split: str | None
-    #: which part of the split.
+    #: Which part of the split.
     part: Part
 
 
@@ -79,23 +79,23 @@ class Streams:
 def open_streams(
     args: Any, data_file: str | None, on_change: OnChange = "refuse", state: StreamState | None = None
 ) -> Streams:
-    """Open what the arguments name. No collective.
+    """Open the streams that the arguments name. Not collective.
 
     Args:
         args: Megatron's arguments.
-        data_file: ``--megaresume-data``, if it was given.
-        on_change: what becomes of a training config that is not the one of the checkpoint.
-        state: of the run that continues: validation and test stay what they were when it began.
+        data_file: ``--megaresume-data``, if given.
+        on_change: what to do if the training config is not the checkpoint's.
+        state: state of the run that continues, whose validation and test sets are kept as they were at its start.
 
     Raises:
-        UsageError: flags that contradict each other, or that a stream cannot give.
-        ConfigError: held-out data that is trained on.
+        UsageError: flags that contradict each other, or that ask for what a stream cannot provide.
+        ConfigError: training on held-out data.
         ConfigError, CorpusError, SetupError: see `megaresume.open_stream`.
     """
     named = None if data_file is None else DataConfig.of(data_file)
     parts = read_data(args, data_file, named)
     training = parts["train"]
-    assert training is not None  # read_data refuses
+    assert training is not None  # else read_data refuses
     train = _open(training, args, on_change)
     check_stages(train.config, args.seq_length)
     if named is not None and named.validation is not None and bool(getattr(args, "eval_iters", None)):
@@ -105,7 +105,7 @@ def open_streams(
 
 
 def _open_declared(args: Any, data_file: str, named: DataConfig, train: Stream, state: StreamState | None) -> Stream:
-    """The one validation set of a data config."""
+    """The one validation set that a data config declares."""
     declared = named.validation or {}
     if len(declared) > 1:
         raise UsageError(
@@ -125,9 +125,9 @@ def _open_held_out(
     if data is None or training is None:
         return None
     if data.part != name:
-        return _open(data, args, "refuse")  # corpora of its own, named as such
+        return _open(data, args, "refuse")  # separate corpora, named for this part
     of_training, sources = training.mapping["sources"], data.mapping["sources"]
-    # Corpora without weights are weighed by their documents, which no flag moves.
+    # Corpora without weights are weighted by their documents, which no flag changes.
     moved = any(_weight(sources[n]) != _weight(of_training[n]) for n in sources)
     stream = open_part(
         data.mapping,
@@ -150,10 +150,10 @@ def _weight(entry: Any) -> Any:
 def read_data(args: Any, data_file: str | None, named: DataConfig | None = None) -> dict[Part, PartData | None]:
     """The `PartData` of each part; None for a part that does not exist or is not evaluated.
 
-    ``named`` is what ``data_file`` holds, if it was read already.
+    ``named`` is the content of ``data_file``, if already read.
 
     Raises:
-        UsageError, ConfigError: as `open_streams`; no corpus is opened, except to weigh paths without weights.
+        UsageError, ConfigError: as `open_streams`. Opens no corpus, except to weight paths that have no weights.
     """
     _refuse(args, data_file)
     if data_file is not None:
@@ -173,7 +173,7 @@ def read_data(args: Any, data_file: str | None, named: DataConfig | None = None)
     if not evaluates:
         return {"train": parts["train"], "valid": None, "test": None}
     if parts["valid"] is None and hasattr(args, "multiple_validation_sets"):
-        # These versions evaluate even so, and fail at the first evaluation with a TypeError.
+        # These versions evaluate all the same, and fail at the first evaluation with a TypeError.
         raise UsageError(
             "there is no validation data",
             found=f"--eval-iters {args.eval_iters}, and no validation data",
@@ -235,7 +235,7 @@ def _refuse(args: Any, data_file: str | None) -> None:
 
 
 def _split_is_a_default(args: Any) -> bool:
-    """Megatron-DeepSpeed's parser has Megatron's default split as its own."""
+    """Whether ``--split`` may be a default: Megatron-DeepSpeed's parser sets Megatron's default split."""
     return str(args.split).replace(" ", "") == DEFAULT_SPLIT.replace(" ", "")
 
 
@@ -259,10 +259,10 @@ def _from_yaml(args: Any, data_file: str, named: DataConfig) -> dict[Part, PartD
 
 
 def _evaluated(mapping: Mapping[str, Any], split: str, part: Part) -> Mapping[str, Any] | None:
-    """The data config for valid or test: sources that have such a part, without an end."""
+    """The data config for valid or test: only sources that have such a part, without their end conditions."""
     sources = mapping.get("sources")
     if not isinstance(sources, Mapping):
-        return mapping  # which the config will refuse, with its reason
+        return mapping  # refused later, by the config, with the reason
     kept: dict[str, Any] = {}
     for name, entry in sources.items():
         entry = {"path": entry} if isinstance(entry, str) else entry
@@ -273,7 +273,7 @@ def _evaluated(mapping: Mapping[str, Any], split: str, part: Part) -> Mapping[st
             continue
         kept[name] = {key: value for key, value in entry.items() if key not in ("max_epochs", "on_exhausted")}
     weighted = [entry for entry in kept.values() if entry.get("weight", 1) not in (0, "0", 0.0)]
-    # Validation stays put: no stage of the training changes what it is.
+    # Validation stays fixed: training stages do not change it.
     return {**mapping, "sources": kept, "stages": None} if weighted else None
 
 
@@ -329,21 +329,21 @@ log = logging.getLogger(__name__)
 
 
 class StreamOrder(StreamData):
-    """The order of the training samples. No method is a collective: every rank plans all of the stream.
+    """The order of the training samples. No method is collective: every rank plans the whole stream.
 
     Args:
-        streams: opened, the training stream at its start.
-        saved: the stream's state in the checkpoint that was loaded; None if none was.
+        streams: opened, with the training stream at its start.
+        saved: the stream's state in the loaded checkpoint; None if nothing was loaded.
         position: samples trained: ``args.consumed_train_samples``.
         iteration: steps done: ``args.iteration``.
         schedule: planned global batch sizes.
-        skip: what flags want left out.
-        end: samples that the run will train by a schedule, if that is known.
-        balance: how the samples of a step are dealt to the ranks; None: in the order of the stream.
+        skip: what flags leave out.
+        end: computes how many samples the run will train with a given schedule, if that is known.
+        balance: how the samples of a step are dealt to the ranks; None: in stream order.
 
     Raises:
-        StateError: training continues somewhere and there is no state to resume from; or one of another config or other
-            corpora, naming the fields that differ; or ranks are balanced, and this is inside a step.
+        StateError: training continues, but there is no state to resume from; or the state has another config or other
+            corpora (names the fields that differ); or ranks are balanced, and the position is inside a step.
     """
 
     def __init__(
@@ -362,17 +362,17 @@ class StreamOrder(StreamData):
         self.position = position
         self.balance = balance
         self._followed: Any = None
-        #: the same number on every rank, greater at every start of the run.
+        #: The same number on every rank, greater at every start of the run.
         self.launch = 0
-        #: chunks of a virtual pipeline that have their data.
+        #: Number of virtual-pipeline chunks that have their data.
         self.chunks = 0
-        #: what was restored, if anything.
+        #: The restored state, if any.
         self.state = saved
         self._restore(iteration)
         history = () if self.state is None else self.state.batches
         self.schedule = self.stream.schedule = schedule.resumed(history, position)
         if balance is not None:
-            self.schedule.steps_before(position)  # a deal is of whole steps
+            self.schedule.steps_before(position)  # ranks are dealt whole steps
         if skip or self.stream.config.skip:
             self.stream.skip(skip, end=None if end is None else end(self.schedule))
 
@@ -384,7 +384,7 @@ class StreamOrder(StreamData):
             return
         if self.position >= state.samples:
             stream.restore(state)
-        else:  # (--override-ckpt-iteration): planned from the start, and proved on the way
+        else:  # --override-ckpt-iteration: planned from the start, and checked on the way
             stream.check(state)
         digest = stream.digest_at(state.samples)
         if digest != state.digest:
@@ -397,20 +397,20 @@ class StreamOrder(StreamData):
             )
 
     def snapshot(self, samples: int) -> StreamState:
-        """The state for ``samples`` trained samples. Cheap near the front of the stream, which `follow` keeps near.
+        """The state for ``samples`` trained samples. Cheap near the front of the stream, where `follow` stays.
 
         Raises:
-            StateError: ranks are balanced, and these are not whole steps of the schedule: others were trained.
+            StateError: ranks are balanced, and this is not at a step's end: other samples were trained.
         """
         if self.balance is not None:
             self.schedule.steps_before(samples)
         return self.stream.state_at(samples, batches=self.schedule.until(samples))
 
     def restore(self, state: DataState, choice: Choice) -> None:
-        """See `Data`: it was opened at this state.
+        """See `Data`. The stream was opened at this state.
 
         Raises:
-            StateError: at another.
+            StateError: it was opened at another.
         """
         if state != self.state:
             raise StateError(
@@ -426,10 +426,10 @@ class StreamOrder(StreamData):
         return change_lines(self.stream, self.schedule.size_at(self.position))
 
     def follow(self, args: Any) -> None:
-        """Plan along with the training in a thread of its own, so that a save has little left to plan.
+        """Plan along with the training in a background thread, so that a save has little left to plan.
 
-        With worker processes, and on ranks that read no data, nobody else plans in this process: a save after
-        thousands of steps would have to catch up on all of them at once. The thread ends with this order, which an
+        With worker processes, and on ranks that read no data, nothing else plans in this process: a save after
+        thousands of steps would have to catch up on all of them at once. The thread ends with this object, which an
         in-process restart replaces, or where the stream ends.
         """
         self._followed = args
