@@ -1,9 +1,9 @@
-"""Around ``BlendedMegatronDatasetBuilder``: build as Megatron does and record it, or build what is recorded.
+"""Hook on ``BlendedMegatronDatasetBuilder``: build as Megatron does and record it, or build what is recorded.
 
-A recorded order has an end: the number of samples that the run was going to train. When it is to train more, samples
-are added after the recorded ones, without moving any of these: each corpus that runs out continues with further epochs,
-one after another, each shuffled by itself; the blend continues with the same weights. Epoch k is a pure function of the
-record and k, so the order does not depend on how often a run was prolonged, nor by how much.
+A recorded order has an end: the number of samples that the run was meant to train. If it is to train more, samples are
+added after the recorded ones, none of which move: each corpus that runs out continues with additional epochs, one after
+another, each shuffled separately; the blend continues with the same weights. Epoch k is a pure function of the record
+and k, so the order does not depend on how often or by how much a run was extended.
 
     recorded:   | corpus, its epochs as Megatron built them | epoch 1 | epoch 2 | ...
     blend:      greedy by weight, sample by sample: a longer one begins with the shorter one
@@ -57,7 +57,7 @@ from megaresume.stream.errors import CorpusError, StateError, listed
 
 
 def around_builder_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``build(self) -> [train, valid, test]``. Collective, as the original is."""
+    """Hook on the builder's ``build(self) -> [train, valid, test]``. Collective, like the original."""
 
     def build(self: Any, *args: Any, **kwargs: Any) -> Any:
         guard = current_pass()
@@ -97,7 +97,7 @@ def _build(guard: Pass, builder: Any, original: Callable[[], Any]) -> Any:
 
 
 class _Rebuild:
-    """One builder of a resumed run, held to its record."""
+    """One builder of a resumed run, which must reproduce its record."""
 
     def __init__(
         self, guard: Pass, builder: Any, original: Callable[[], Any], pin: BuilderRecord, request: Any
@@ -119,7 +119,7 @@ class _Rebuild:
         return datasets, self._record(now, set(splits), free)
 
     def _compare(self) -> set[int]:
-        """The splits that the user sets free by accepting their differences. Raises StateError: refused."""
+        """The splits that the user frees by accepting their differences. Raises StateError for unaccepted ones."""
 
         def compared() -> Comparison:
             found = compare(self.pin, self.request)
@@ -206,7 +206,7 @@ class _Rebuild:
         return None if blend is None or blend[1] is None else [float.fromhex(weight) for weight in blend[1]]
 
     def _own_cache(self) -> str:
-        """A directory for a cold build, on rank 0's word: where checkpoints go, every node can read."""
+        """A directory for a cold build, chosen on rank 0: next to the checkpoints, where every node can read."""
         name, save = f"megaresume-{self.guard.digest}", getattr(self.guard.host.args, "save", None)
         if save:
             return os.path.join(save, RECORDS_DIR, f"index-{self.guard.digest}")
@@ -246,36 +246,36 @@ class _Rebuild:
 
 
 def _moved(old: Blend | None, new: Blend | None) -> Blend | None:
-    """The paths of the corpora now, with the weights as recorded."""
+    """The current paths of the corpora, with the recorded weights."""
     return old if old is None or new is None else (new[0], old[1])
 
 
-#: a further epoch has at least this many samples: tiny corpora are repeated so often that they have.
+#: Minimum number of samples in an additional epoch: tiny corpora are repeated to reach it.
 _MIN_SAMPLES = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Extension:
-    """The samples that a split needs after its recorded ones. Plain, to be sent to all ranks."""
+    """The samples that a split needs after its recorded ones. Plain data, to be sent to all ranks."""
 
-    #: samples of the blend, or of each dataset if there is none.
+    #: Samples of the blend, or of each dataset if there is none.
     samples: int
-    #: per component: further epochs, and the samples to ask for to get one of them (None: just one pass).
+    #: Per component: additional epochs, and the samples to request to get one of them (None: just one pass).
     epochs: tuple[int, ...]
     requested: tuple[int | None, ...]
 
 
 def plan_extension(split: SplitRecord, dataset: Any, samples: int, *, by_length: bool) -> Extension | None:
-    """The extension with which this built split holds ``samples`` samples; None if it needs none.
+    """The extension that makes this built split hold ``samples`` samples; None if it needs none.
 
     Args:
         split: the record.
         dataset: what the builder built for it.
         samples: how many are needed.
-        by_length: it blends without weights; then Megatron has one epoch, whatever is asked for, and so do we.
+        by_length: it blends without weights; then Megatron has one epoch whatever is asked for, and so do we.
 
     Raises:
-        CorpusError: a corpus without tokens.
+        CorpusError: a corpus has no tokens.
     """
     components = components_of(dataset)
     if is_blend(dataset):
@@ -285,7 +285,7 @@ def plan_extension(split: SplitRecord, dataset: Any, samples: int, *, by_length:
             samples = min(samples, sum(len(component) for component in components))
         if dataset.size >= samples:
             return None
-        # The greedy blend takes from a corpus at most its share and one sample; and one for rounding.
+        # The greedy blend takes at most a corpus's share plus one sample; and one more for rounding.
         needed = [0 if by_length else ceil(weight * samples) + 2 for weight in dataset.weights]
     else:
         needed = [samples] * len(components)
@@ -320,25 +320,25 @@ def _epochs(dataset: Any, record: ComponentRecord, needed: int) -> tuple[int, in
 
 
 def epoch_seed(seed: int, number: int) -> int:
-    """Seed of a further epoch, from 1 on: 32 bits, as NumPy's ``RandomState`` takes them."""
+    """Seed of additional epoch ``number``, from 1: 32 bits, as NumPy's ``RandomState`` takes."""
     return xxhash.xxh3_64_intdigest(f"megaresume epoch {number} of {seed}".encode()) & 0xFFFFFFFF
 
 
 class Extended(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """A dataset of Megatron, and further epochs after it. Looks like the first in everything but its length."""
+    """A dataset of Megatron, followed by additional epochs. Differs from that dataset only in its length."""
 
     def __init__(self, base: Any, epochs: Sequence[Any]) -> None:
         self.base = base
         self.epochs = list(epochs)
         self._starts = np.cumsum([0, len(base), *map(len, epochs)])
-        #: for the name of a blend's cache file.
+        #: For the name of a blend's cache file.
         self.unique_identifiers = dict(base.unique_identifiers) | {"megaresume_epochs": len(epochs)}
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int | None) -> Any:
-        # None: Megatron's padding of a batch
+        # None: Megatron pads a batch
         if index is None or index < self._starts[1]:
             return self.base[index]
         if index >= len(self):
@@ -353,14 +353,14 @@ class Extended(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def extend(builder: Any, split: SplitRecord, dataset: Any, plan: Extension, weights: Sequence[float] | None) -> Any:
-    """Build what is planned. Collective where Megatron's builder is.
+    """Build a planned extension. Collective where Megatron's builder is.
 
     Args:
         builder: the ``BlendedMegatronDatasetBuilder``, configured as for the split itself.
         split: the record.
-        dataset: what the builder built for it; None: not on this rank.
+        dataset: what the builder built for it; None: nothing on this rank.
         plan: from `plan_extension`.
-        weights: of the blend as given by the flags; None: by the lengths of the corpora, or no blend.
+        weights: the blend's, as given by the flags; None: by the lengths of the corpora, or no blend.
     """
     components = components_of(dataset) or [None] * len(split.components)
     config = without_lazy_caches(builder.config)
@@ -395,12 +395,12 @@ def _extend_one(
             documents = np.arange(first, end, dtype=np.int32)
             arguments = (dataset.dataset, dataset.dataset_path, documents, requested, dataset.index_split, config)
         built.append(builder.build_generic_dataset(builder.cls, builder.is_built_on_rank, True, *arguments))
-    # Always wrapped: a blend wants components of one class.
+    # Always wrapped: a blend requires components of one class.
     return None if dataset is None else Extended(dataset, built)
 
 
 def extension_record(split: SplitRecord, dataset: Any) -> SplitRecord:
-    """The record of a split with what its dataset has after it now; what was recorded before stays."""
+    """The record of a split plus what its dataset now has after it; earlier entries are kept."""
     components = []
     for record, component in zip(split.components, components_of(dataset), strict=True):
         epochs = getattr(component, "epochs", [])

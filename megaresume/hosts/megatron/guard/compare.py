@@ -1,6 +1,6 @@
-"""The record against what is asked for now: what changed, by name, with the flag that restores it.
+"""Compare the record with what is asked for now: what changed, by name, with the flag that restores it.
 
-The record for people: what ``megaresume inspect`` says about it.
+Also describes the record, for ``megaresume inspect``.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from megaresume.hosts.megatron.guard.record import (
 )
 from megaresume.stream.errors import StateError
 
-#: weights mean the same if they agree that well after normalisation.
+#: Weights count as equal if they agree this closely after normalization.
 _SAME_WEIGHT = 1e-9
-#: flags of the corpora, per split.
+#: Flags that name the corpora, per split.
 _PATH_FLAGS = ("--train-data-path", "--valid-data-path", "--test-data-path")
-#: how many corpora a message spells out.
+#: How many corpora a message names.
 _SPELLED = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Something that changes the order, or the samples."""
+    """Something that changes the order or the samples."""
 
-    #: for --megaresume-accept.
+    #: The name for --megaresume-accept.
     name: str
     recorded: str
     found: str
-    #: the flag that restores what was recorded.
+    #: The flag that restores what was recorded.
     restore: str
-    #: the only split that it concerns; None: all.
+    #: The only split affected; None: all.
     split: int | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class Comparison:
-    """The result of a comparison. The same on every rank, once it is sent there."""
+    """The result of a comparison. The same on every rank once it has been sent to them."""
 
     differences: list[Difference] = field(default_factory=list)
-    #: changes that do no harm, in words.
+    #: Harmless changes, in words.
     notes: list[str] = field(default_factory=list)
 
 
 def refuse(differences: Sequence[Difference], samples: int) -> StateError:
     """The error for differences that were not accepted."""
     names = list(dict.fromkeys(d.name for d in differences))
-    # Bound to the position: a flag that stays in a launch script accepts nothing later on.
+    # Bound to the position, so that a flag left in a launch script accepts nothing later.
     accept = " ".join(f"{name}@{samples}" for name in names)
     return StateError(
         f"this would change the order of Megatron's datasets from sample {samples} on: {', '.join(names)}",
@@ -76,7 +76,7 @@ def refuse(differences: Sequence[Difference], samples: int) -> StateError:
 
 
 def compare(record: BuilderRecord, request: Request) -> Comparison:
-    """Compare settings, blends and corpora. Reads the indexes of the corpora, so: on one rank.
+    """Compare settings, blends and corpora. Call it on one rank, as it reads the indexes of the corpora.
 
     Raises:
         CorpusError: an .idx is damaged.
@@ -113,7 +113,7 @@ def compare(record: BuilderRecord, request: Request) -> Comparison:
 
 
 def grown_too_far(record: BuilderRecord, samples: int | None) -> list[Difference]:
-    """The difference that a longer training set makes if nothing can be put after the recorded one.
+    """The difference for a longer training set that nothing can be appended to.
 
     Args:
         record: what was built.
@@ -144,7 +144,7 @@ def _settings(record: BuilderRecord, request: Request) -> Iterator[Difference]:
             restore=f"the flags that choose {record.dataset} (--mock-data, --sft, --fim-data, the script itself)",
         )
     for name, old in record.settings.items():
-        # A field that only one version of Megatron knows has its default in the other.
+        # A field known to only one version of Megatron has its default in the other.
         if name not in request.settings or request.settings[name] == old:
             continue
         new = request.settings[name]
@@ -225,7 +225,7 @@ def _recorded(record: BuilderRecord, position: int, split: int | None) -> list[C
 def _corpus(
     out: Comparison, request: Request, components: Sequence[ComponentRecord], old_path: str, new_path: str
 ) -> tuple[str, str] | None:
-    """Whether the corpus holds the recorded documents: None, or (recorded, found) in words."""
+    """Whether the corpus has the recorded documents: None, or (recorded, found) in words."""
     corpus = Corpus.at(new_path, request.cls)
     moved = old_path != new_path and os.path.realpath(old_path) != os.path.realpath(new_path)
     for component in components:
@@ -259,7 +259,7 @@ def _corpus(
 
 
 def _weights(old: Blend, new: Blend) -> tuple[bool, bool]:
-    """(whether they mean the same, whether they are the same numbers)."""
+    """(whether they are equivalent, whether they are the same numbers)."""
     if old[1] == new[1]:
         return True, True
     if len(old[0]) == 1:
@@ -292,7 +292,7 @@ def _spell(record: BuilderRecord) -> str:
 
 
 def _spell_blend(flag: str, blend: Blend) -> str:
-    """The flag as it could be typed; repr of a float is exact."""
+    """The flag as one could type it; the repr of a float is exact."""
     paths, weights = blend
     if len(paths) > _SPELLED:
         return f"{flag} with the {len(paths)} recorded corpora (megaresume inspect shows them, beside the checkpoints)"
@@ -303,12 +303,12 @@ def _spell_blend(flag: str, blend: Blend) -> str:
     return " ".join([flag, *(shlex.quote(word) for word in words)])
 
 
-#: corpora shown per split.
+#: Number of corpora shown per split.
 _SHOWN = 8
 
 
 def describe(state: DataState) -> list[str]:
-    """A record in lines for people. Raises StateError: unreadable."""
+    """A record in lines for people. Raises StateError if it cannot be read."""
     record = OrderRecord.from_state(state)
     proven = "from the first sample" if record.since == 0 else f"from sample {record.since} on"
     lines = [f"order of Megatron's own datasets, recorded {proven} (megatron-core {record.megatron})"]

@@ -1,11 +1,12 @@
-"""`guarded`: run a data provider under guard. `GuardOrder`: what a checkpoint saves of it.
+"""`guarded` runs a data provider under guard; `GuardOrder` is what a checkpoint saves of it.
 
-One rank of every host looks at the built indexes, all know, and they must have seen the same: that is enough to
-find a cache that differs between nodes, and reading 10^8 entries on every rank would only burden the filesystem.
+One rank per host looks at the built indexes and shares the result with all ranks; all hosts must have seen the same.
+That suffices to find a cache that differs between nodes; if every rank read its 10^8 entries, it would only burden the
+filesystem.
 
-Datasets that were built without megatron-core's builder, as those of Megatron-DeepSpeed, are recorded and compared:
-there is no builder to hold to a record, so nothing is pinned; what came out is compared with what was recorded, and
-refused by name if it is another order. Without collectives: such providers run on some ranks only.
+Datasets built without megatron-core's builder, like those of Megatron-DeepSpeed, are recorded and compared but not
+pinned, as there is no builder to make reproduce the record: a different order is refused by name. Without collectives,
+as such providers run on some ranks only.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ def agreed(datasets: Iterable[Any], look: Callable[[], T]) -> T:
 
 
 def from_leaders(datasets: Iterable[Any], look: Callable[[], T]) -> list[T]:
-    """Return on all ranks everything that ``look`` returns on one rank of every host. Collective."""
+    """Return on all ranks the results of ``look`` from one rank of every host. Collective."""
     leaders = _leaders(datasets)
     found = gather(on_all_ranks(lambda: look() if rank() in leaders else None))
     return [found[leader] for leader in leaders]
 
 
 def _leaders(datasets: Iterable[Any]) -> list[int]:
-    """The lowest rank of every host that built something, ascending; rank 0 if nobody did."""
+    """The lowest rank of every host that built something, in ascending order; rank 0 if none did."""
     built = any(dataset is not None for dataset in datasets)
     first: dict[str, int] = {}
     for number, host in enumerate(gather(socket.gethostname() if built else None)):
@@ -81,7 +82,7 @@ def _leaders(datasets: Iterable[Any]) -> list[int]:
 
 
 class GuardOrder(Data):
-    """The recorded order of Megatron's own datasets. The same on every rank; held to its record while it is built."""
+    """The recorded order of Megatron's own datasets. The same on every rank, and enforced while they are built."""
 
     changed: tuple[str, ...] = ()
 
@@ -89,34 +90,34 @@ class GuardOrder(Data):
         self, record: OrderRecord, *, refusal: StateError | None = None, changed: tuple[str, ...] = ()
     ) -> None:
         self.record = record
-        #: differences of the training set that were accepted at this start: NAME@SAMPLES.
+        #: Training-set differences accepted at this start: NAME@SAMPLES.
         self.changed = changed
-        #: found on this rank alone, to be raised on all ranks together.
+        #: Found on this rank alone; to be raised on all ranks together.
         self.refusal = refusal
 
     def snapshot(self, samples: int) -> OpaqueState:
-        """The state after so many samples: the record, which is the same at all of them."""
+        """The state after ``samples``: the record, which does not depend on them."""
         return self.record.to_state(samples)
 
     @property
     def digest(self) -> str:
-        """16 hex digits over the record: what the ranks compare."""
+        """16 hex digits over the record, which the ranks compare."""
         return self.record.digest()
 
 
 class Pass:
-    """One call of the data provider: its builders are recorded, or held to what is recorded."""
+    """One call of the data provider, whose builders are recorded or must reproduce the record."""
 
     def __init__(self, host: MegatronHost, recorded: OrderRecord | None) -> None:
         self.host = host
-        #: samples trained when the data is built.
+        #: Samples trained when the data is built.
         self.samples = int(getattr(host.args, "consumed_train_samples", 0) or 0)
-        #: what this run must rebuild; None if nothing is recorded yet.
+        #: What this run must rebuild; None if nothing is recorded yet.
         self.recorded = recorded
         self.builders: list[BuilderRecord] = []
         self.accepted: list[str] = []
         self._changed: list[str] = []
-        #: a builder was left to do as it does.
+        #: A builder was left alone.
         self.left_alone = False
         self._said: set[str] = set()
         self._accept: tuple[str, ...] = tuple(getattr(host.settings, "accept", None) or ())
@@ -129,20 +130,20 @@ class Pass:
 
     @property
     def resumes(self) -> bool:
-        """Whether the record is that of a checkpoint, not only of another virtual-pipeline chunk of this start."""
+        """Whether the record is from a checkpoint, and not just from another virtual-pipeline chunk of this start."""
         return self.host.loaded is not None and self.host.loaded.kind == "order"
 
     @property
     def digest(self) -> str:
-        """Of what is recorded, 12 hex digits."""
+        """12 hex digits over the record."""
         return "" if self.recorded is None else self.recorded.digest()[:12]
 
     def accepts(self, name: str) -> bool:
-        """Whether the user accepts the difference of this name: ``NAME``, or ``NAME@SAMPLES`` at this position only."""
+        """Whether the user accepts this difference: as ``NAME``, or ``NAME@SAMPLES`` for this position only."""
         return name in self._accept or f"{name}@{self.samples}" in self._accept
 
     def accept(self, difference: Difference) -> str:
-        """Keep a difference that the user accepts. Returns it in the words of the record."""
+        """Note a difference that the user accepts. Returns it in the record's words."""
         words = f"sample {self.samples}: {difference.name}: {difference.recorded} -> {difference.found}"
         self.accepted.append(words)
         if difference.split in (None, 0):
@@ -151,11 +152,11 @@ class Pass:
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """Names of what another order of the training samples was accepted for, each once, with the position."""
+        """Accepted differences that change the order of the training samples, each once, with the position."""
         return tuple(dict.fromkeys(self._changed))
 
     def note(self, words: str) -> None:
-        """Say something that the user should know, once, on the rank that prints."""
+        """Print something that the user should know, once, on the rank that prints."""
         if words not in self._said and is_rank_0():
             print(f"megaresume: guard: {words}", flush=True)
         self._said.add(words)
@@ -165,12 +166,12 @@ _current: Pass | None = None
 
 
 def current_pass() -> Pass | None:
-    """The provider call that is running; None if no provider of ours runs, builders are left alone."""
+    """The provider call in progress; None if no provider of ours is running, in which case builders are left alone."""
     return _current
 
 
 def guarded(host: MegatronHost, provider: Callable[..., Any]) -> Callable[..., Any]:
-    """The provider, with what its builders build recorded and pinned; afterwards ``host.order`` is set.
+    """Wrap a provider so that what its builders build is recorded and pinned. Its call sets ``host.order``.
 
     Keeps the signature (``vp_stage``) and attributes (``is_distributed``). Collective where the provider is.
     """
@@ -194,7 +195,7 @@ def guarded(host: MegatronHost, provider: Callable[..., Any]) -> Callable[..., A
 
 
 def _recorded(host: MegatronHost) -> OrderRecord | None:
-    # A further virtual-pipeline chunk of this process is held to what the first one recorded.
+    # A later virtual-pipeline chunk of this process must match what the first one recorded.
     if isinstance(host.order, GuardOrder):
         return host.order.record
     loaded = host.loaded
@@ -202,7 +203,7 @@ def _recorded(host: MegatronHost) -> OrderRecord | None:
 
 
 def _without_builder(host: MegatronHost, guard: Pass, datasets: Any) -> None:
-    """Datasets that no builder of megatron-core made: compared. No collective here; `shared` raises on all ranks."""
+    """Compare datasets that no megatron-core builder made. No collective here; `shared` raises on all ranks."""
     if not looks():
         return
     recorded, now = guard.recorded, observe_foreign(host.args, datasets)
@@ -248,16 +249,16 @@ def _finished(guard: Pass) -> OrderRecord:
 def _core_version() -> str:
     try:
         import megatron.core
-    except ImportError:  # bigscience's Megatron-DeepSpeed is older than megatron-core
+    except ImportError:  # bigscience's Megatron-DeepSpeed predates megatron-core
         return "none"
     return str(getattr(megatron.core, "__version__", "unknown"))
 
 
 def shared(host: MegatronHost) -> None:
-    """Give the order to the ranks whose provider did not run. Collective over all ranks; raises on all of them.
+    """Give the order to ranks whose provider did not run. Collective over all ranks; raises on all of them.
 
     Raises:
-        StateError: two ranks hold different orders, or one of them another order than recorded.
+        StateError: two ranks have different orders, or one has another order than recorded.
     """
 
     def agree() -> None:
@@ -282,7 +283,7 @@ def shared(host: MegatronHost) -> None:
     )
 
 
-#: arguments that enter the order, and their flags.
+#: Arguments that affect the order, and their flags.
 _ARGUMENTS = {
     "seed": "--seed",
     "seq_length": "--seq-length",
@@ -301,7 +302,7 @@ _ARGUMENTS = {
 
 
 def looks() -> bool:
-    """Whether this rank looks at the indexes: one per node, as far as the launcher says."""
+    """Whether this rank looks at the indexes: one per node, as far as the launcher tells."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -342,7 +343,7 @@ def _split(dataset: Any) -> SplitRecord | None:
 
 
 def differences(record: BuilderRecord, now: BuilderRecord | None, datasets: Any) -> list[Difference]:
-    """Why the datasets do not have the recorded order; empty: they do."""
+    """Differences between the datasets and the recorded order; empty if there are none."""
     changed = [] if now is None else _changed(record, now)
     found = []
     for i, (name, split) in enumerate(zip(SPLITS, record.splits, strict=True)):
@@ -362,7 +363,7 @@ def differences(record: BuilderRecord, now: BuilderRecord | None, datasets: Any)
 
 
 def _changed(record: BuilderRecord, now: BuilderRecord) -> list[tuple[str, str]]:
-    """(flag as recorded, flag as found) of every argument that is another one."""
+    """(flag as recorded, flag as found) of every argument that differs."""
     return [
         (f"{flag} {record.settings.get(name, '(left out)')}", f"{flag} {now.settings.get(name, '(left out)')}")
         for name, flag in _ARGUMENTS.items()

@@ -1,17 +1,16 @@
-"""Let Megatron's builder build what is recorded: with its own code, from the recorded sizes, weights and documents.
+"""Make Megatron's builder build what is recorded: with its own code, from the recorded sizes, weights and documents.
 
-The builder makes every dataset over one corpus by calling the class that it was given, with the corpus, its
-documents, the samples needed and the split. So a stand-in for that class sees every one of them, in every version
-from 0.8 on, whatever way the builder goes, and replaces what must be as recorded.
+The builder makes every single-corpus dataset by calling the class it was given, with the corpus, its documents, the
+samples needed and the split. So a stand-in for that class sees all of them, in every version since 0.8 and on every
+path through the builder, and replaces what must match the record.
 
-Before it builds, `needed_sizes` says how many samples a resumed run needs, where Megatron asks for too few. It asks for
-what a whole run of today's flags takes (``train_iters * global_batch_size``), and begins at ``consumed_train_samples``.
-A run that took larger global batches so far, or evaluated more often, would come to the end of its datasets before the
-end of its steps, and die there with a bare ``StopIteration``. What is asked for is raised by what was consumed beyond
-these flags, so nothing is added if nothing changed.
+Before the build, `needed_sizes` computes how many samples a resumed run needs, as Megatron may ask for too few: it asks
+for those of a whole run with today's flags (``train_iters * global_batch_size``) and starts at
+``consumed_train_samples``. A run that has used larger global batches or evaluated more often would reach the end of its
+datasets before the end of its steps, and die with a bare ``StopIteration``. The request is raised by what was consumed
+beyond these flags, so nothing is added if nothing changed.
 
-`refuse_empty_splits`: for splits without a token, Megatron adds up epochs of nothing forever, and the job hangs at its
-start.
+`refuse_empty_splits`: for splits without tokens, Megatron adds up empty epochs forever, and the job hangs at its start.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ from megaresume.stream.errors import ConfigError
 
 
 def is_blend(dataset: Any) -> bool:
-    """Whether it is a ``BlendedDataset``: components and how they take turns."""
+    """Whether it is a ``BlendedDataset``: components, and the order in which they take turns."""
     return hasattr(dataset, "datasets") and "dataset_index" in vars(dataset)
 
 
 def components_of(dataset: Any) -> list[Any]:
-    """The datasets over one corpus each: of a blend, of several validation sets, or the dataset itself."""
+    """The single-corpus datasets of a blend or of several validation sets, or the dataset itself."""
     if dataset is None:
         return []
     if isinstance(dataset, list | tuple):
@@ -57,13 +56,13 @@ def components_of(dataset: Any) -> list[Any]:
 
 
 def part(dataset: Any, what: str) -> ArrayHashes:
-    """The index arrays of a dataset, by content."""
+    """Hashes of a dataset's index arrays."""
     arrays = {name: array_digest(array, f"{name} of {what}") for name, array in sorted(index_arrays(dataset).items())}
     return ArrayHashes(samples=len(dataset), arrays=arrays)
 
 
 def blend_part(blend: Any, samples: int | None = None) -> ArrayHashes:
-    """The turns of a blend over its first samples (None: all)."""
+    """Hashes of the turns of a blend over its first samples (None: all)."""
     arrays = index_arrays(blend)
     size = len(arrays["dataset_index"]) if samples is None else samples
     return ArrayHashes(
@@ -73,7 +72,7 @@ def blend_part(blend: Any, samples: int | None = None) -> ArrayHashes:
 
 
 def observe(request: Request, datasets: Sequence[Any]) -> BuilderRecord:
-    """Record what a builder was asked for, and what it built."""
+    """Record what a builder was asked for and what it built."""
     return BuilderRecord(
         dataset=request.dataset,
         settings=request.settings,
@@ -85,7 +84,7 @@ def observe(request: Request, datasets: Sequence[Any]) -> BuilderRecord:
 
 
 def observe_split(request: Request, dataset: Any) -> SplitRecord | None:
-    """One of train, valid, test; None if not built."""
+    """The record of one split; None if it was not built."""
     components = components_of(dataset)
     if not components:
         return None
@@ -117,7 +116,7 @@ def _component(request: Request, dataset: Any) -> ComponentRecord:
 def _documents(dataset: Any) -> tuple[int, int]:
     """The documents [first, end) that a dataset draws from.
 
-    Those in its index, where it has one: an index from a cache may be older than the file, and stays what trains.
+    Those in its index, if it has one: a cached index may be older than the file, and is what gets trained.
     """
     index: Array | None = index_arrays(dataset).get("document_index")
     if index is not None and len(index):
@@ -129,13 +128,13 @@ def _documents(dataset: Any) -> tuple[int, int]:
 
 
 def _lowest(array: Array, function: Any) -> int:
-    # In pieces: a memory-mapped index need not fit into memory.
+    # In chunks: a memory-mapped index need not fit into memory.
     step = 1 << 24
     return int(function([function(array[at : at + step]) for at in range(0, len(array), step)]))
 
 
 def unguarded(record: BuilderRecord, datasets: Iterable[Any]) -> list[str]:
-    """The parts of an order that a record cannot promise, in words."""
+    """What a record cannot promise about an order, in words."""
     notes = []
     for name, split, dataset in zip(SPLITS, record.splits, datasets, strict=True):
         if split is not None and not any(component.built.arrays for component in split.components):
@@ -150,13 +149,13 @@ def unguarded(record: BuilderRecord, datasets: Iterable[Any]) -> list[str]:
 
 
 def extendable(split: SplitRecord) -> bool:
-    """Whether further epochs can be put after the recorded samples: all components are ``GPTDataset`` of a kind."""
+    """Whether epochs can be added after the recorded samples: all components are like ``GPTDataset``."""
     names = {"document_index", "sample_index", "shuffle_index"}
     return all(names <= set(component.built.arrays) for component in split.components)
 
 
 def pinned_splits(record: BuilderRecord, request: Request, free: set[int]) -> dict[int, SplitRecord]:
-    """The splits that must come out as recorded: those that are recorded, asked for, and not set free by the user."""
+    """The splits that must match the record: recorded, asked for, and not freed by the user."""
     return {
         i: split
         for i, split in enumerate(record.splits)
@@ -171,14 +170,14 @@ def pinned_splits(record: BuilderRecord, request: Request, free: set[int]) -> di
 def pin_builder(
     builder: Any, record: BuilderRecord, request: Request, splits: dict[int, SplitRecord], cache: str | None = None
 ) -> Iterator[None]:
-    """While the block runs, the builder builds these splits as recorded.
+    """Make the builder build these splits as recorded, within the block.
 
     Args:
         builder: a ``BlendedMegatronDatasetBuilder``.
         record: what it built when it was recorded.
         request: what it is asked for now.
         splits: the splits to pin, by number.
-        cache: build in this directory and use nothing that is cached elsewhere; None: where Megatron looks.
+        cache: build in this directory, and use nothing that is cached elsewhere; None: where Megatron looks.
     """
     original = builder.cls, builder.sizes, builder.config
     builder.cls = _StandIn(builder.cls, _pins(request, splits))
@@ -194,7 +193,7 @@ def _size(recorded: int | None, asked: int | None, split: SplitRecord | None) ->
     if split is None or recorded is None or asked is None:
         return asked
     if any(not component.built.arrays for component in split.components):
-        # No index: the order does not depend on the size, and nothing can be put after it.
+        # No index: the order does not depend on the size, and nothing can be appended.
         return max(recorded, asked)
     return recorded
 
@@ -215,12 +214,12 @@ def _config(
 
 
 def _spelled(new: Blend, old: Blend) -> tuple[list[str], list[float] | None]:
-    """The corpora where they are now, with the recorded weights, exactly."""
+    """The corpora at their current paths, with exactly the recorded weights."""
     return list(new[0]), None if old[1] is None else [float.fromhex(weight) for weight in old[1]]
 
 
 def without_lazy_caches(config: Any) -> Any:
-    """A config that builds what is not cached (--dataloader-fast-cache-load and its kin expect everything there)."""
+    """A config that builds what is not cached (--dataloader-fast-cache-load and the like expect everything cached)."""
     config = copy.copy(config)
     for name in ("fast_cache_load", "defer_npy_index_mmap"):
         if getattr(config, name, False):
@@ -229,13 +228,13 @@ def without_lazy_caches(config: Any) -> Any:
 
 
 def cold(config: Any, cache: str) -> Any:
-    """A config that builds into a directory of its own."""
+    """A config that builds into a separate directory."""
     config = without_lazy_caches(config)
     config.path_to_cache = cache
     return config
 
 
-#: (split, path) -> components: several where a blend has the same corpus more than once.
+#: (split, path) -> components; several if a blend has the same corpus more than once.
 _Pins = dict[tuple[int, str | None], list[ComponentRecord]]
 
 
@@ -250,7 +249,7 @@ def _pins(request: Request, splits: dict[int, SplitRecord]) -> _Pins:
 
 
 class _StandIn:
-    """Called by the builder in place of the dataset class; returns datasets of that very class."""
+    """Called by the builder in place of the dataset class; returns datasets of exactly that class."""
 
     def __init__(self, cls: Any, pins: _Pins) -> None:
         self._cls, self._pins = cls, pins
@@ -278,13 +277,13 @@ def _pinned_documents(indices: Any, documents: tuple[int, int]) -> Any:
     return np.arange(first, end, dtype=np.int32)
 
 
-# What was built, against the record: array by array
+# What was built, compared with the record array by array
 
 
 def mismatches(split: SplitRecord, dataset: Any, name: str) -> list[str]:
-    """Everything in a built split that is not as recorded, in words; empty: the same order, bit for bit.
+    """Every difference between a built split and the record, in words; empty: the same order, bit for bit.
 
-    A blend that is shorter now than a recorded size is compared as far as it goes by its components alone.
+    A blend shorter than a recorded size is compared by its components alone.
     """
     components = components_of(dataset)
     if len(components) != len(split.components):
@@ -308,7 +307,7 @@ def mismatches(split: SplitRecord, dataset: Any, name: str) -> list[str]:
 
 
 def _differing(old: ArrayHashes, new: ArrayHashes, what: str) -> list[str]:
-    # Without an index the length says nothing of the order: it is what was asked for.
+    # Without an index, the length says nothing about the order: it is what was asked for.
     if old.samples != new.samples and old.arrays:
         return [f"{what} has {new.samples} samples, not {old.samples}"]
     return [
@@ -319,7 +318,7 @@ def _differing(old: ArrayHashes, new: ArrayHashes, what: str) -> list[str]:
 
 
 def refuse_spans(request: Request) -> None:
-    """Raise a ConfigError for corpora that say which of their tokens are trained: Megatron's datasets do not ask."""
+    """Raise a ConfigError for corpora that mark which tokens are trained, as Megatron's datasets ignore the marks."""
     blends = [blend for split in range(len(SPLITS)) if (blend := request.blend_of(split)) is not None]
     spans = [path for paths, _ in blends for path in paths if spans_path(Path(path)).is_file()]
     if spans:
@@ -333,7 +332,7 @@ def refuse_spans(request: Request) -> None:
 
 
 def refuse_empty_splits(request: Request) -> None:
-    """Raise a ConfigError that names the corpus and its split. Reads the indexes, so: on one rank."""
+    """Raise a ConfigError that names an empty corpus and its split. Call it on one rank, as it reads the indexes."""
     if not hasattr(request.cls, "_build_document_sample_shuffle_indices"):
         return
     for split, (name, share, size) in enumerate(zip(SPLITS, request.shares, request.sizes, strict=True)):
@@ -373,7 +372,7 @@ def _empty(
 
 
 def _enough(corpora: Sequence[Corpus], wanted: Sequence[bool]) -> str | None:
-    """The value of --split with the smallest sets beside the first that leaves no set empty; None if there is none."""
+    """The --split value that leaves no set empty, with the later sets as small as possible; None if there is none."""
     fewest = min(corpus.documents for corpus in corpora)
     for documents in range(1, min(fewest, 64)):
         parts = [fewest - documents * sum(wanted[1:]), documents * wanted[1], documents * wanted[2]]
@@ -387,17 +386,17 @@ def _enough(corpora: Sequence[Corpus], wanted: Sequence[bool]) -> str | None:
 
 
 def needed_sizes(args: Any, project: Any, asked: Sequence[int | None]) -> tuple[int | None, ...]:
-    """Samples of the train, validation and test set that last until the end of the run.
+    """How many train, validation and test samples to build so that they last until the end of the run.
 
     Args:
-        args: Megatron's arguments, after a checkpoint was loaded.
-        project: which Megatron; None: what is known from the arguments alone.
-        asked: what a builder is asked for; None (one epoch) and 0 (no such set) stay.
+        args: Megatron's arguments, once a checkpoint was loaded.
+        project: which Megatron; None: use what the arguments alone tell.
+        asked: what a builder is asked for; None (one epoch) and 0 (no such set) are kept.
 
     Raises:
         UsageError: a schedule of batch sizes that Megatron would refuse too.
     """
-    # --skip-train evaluates from sample 0 on; the cyclic sampler goes round, and shuffles by the size.
+    # --skip-train evaluates from sample 0; the cyclic sampler wraps around, and shuffles depending on the size.
     if getattr(args, "skip_train", False) or getattr(args, "dataloader_type", None) == "cyclic":
         return tuple(asked)
     extra = (_train(args, project), _valid(args), 0)
@@ -405,7 +404,7 @@ def needed_sizes(args: Any, project: Any, asked: Sequence[int | None]) -> tuple[
 
 
 def _train(args: Any, project: Any) -> int:
-    # With --train-samples, Megatron-LM derives the number of iterations before the data is built, and counts them.
+    # With --train-samples, Megatron-LM derives the number of iterations before the data is built, and counts those.
     iterations = getattr(args, "train_iters", None)
     if not iterations:
         return 0

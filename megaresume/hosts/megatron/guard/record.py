@@ -5,8 +5,8 @@ OrderRecord      what a checkpoint carries
     SplitRecord      its train, valid or test set: how its corpora are blended
       ComponentRecord  one corpus in it: which documents, in which order
 
-Index arrays are hashed by value, so that neither the dtype nor the version of Megatron that chose it matters. The
-documents of a corpus are identified by their lengths, and tokens drawn here and there; never by its path.
+Index arrays are hashed by value, so neither their dtype nor the version of Megatron that chose it matters. The
+documents of a corpus are identified by their lengths and a sample of their tokens, never by path.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ SPLITS = ("train", "valid", "test")
 
 
 class _OfEach:
-    """A tuple has one item of each split. (As pydantic's ``Field(min_length=3, max_length=3)``, whose import every run
-    under Megatron would wait for.)"""
+    """Requires one item per split in a tuple. Like pydantic's ``Field(min_length=3, max_length=3)``, whose import would
+    slow the start of every run under Megatron.
+    """
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> Any:
         return handler(source) | {"min_length": len(SPLITS), "max_length": len(SPLITS)}
@@ -52,9 +53,9 @@ OfEach = Annotated[tuple[T, ...], _OfEach()]
 class ArrayHashes:
     """Built index arrays, by content."""
 
-    #: samples that they order.
+    #: Number of samples that they order.
     samples: int
-    #: name of the array -> its hash.
+    #: Array name -> hash.
     arrays: Mapping[str, str]
 
 
@@ -62,21 +63,21 @@ class ArrayHashes:
 class ComponentRecord:
     """One corpus in one split."""
 
-    #: as given by the flags; None: generated data. For messages only: a corpus may move.
+    #: As given by the flags; None: generated data. For messages only, as a corpus may move.
     path: str | None
-    #: the documents [first, end) of the file that this split draws from.
+    #: The documents [first, end) of the file that this split draws from.
     documents: tuple[int, int]
-    #: documents in the file when it was recorded.
+    #: Number of documents in the file when it was recorded.
     total: int
-    #: samples that the builder asked this corpus for; None: one epoch.
+    #: Samples that the builder requested from this corpus; None: one epoch.
     requested: int | None
-    #: what the dataset built from it.
+    #: What the dataset built from it.
     built: ArrayHashes
-    #: hash of the documents' lengths; None: no local .idx.
+    #: Hash of the document lengths; None: no local .idx.
     lengths: str | None
-    #: hash of tokens drawn here and there from the documents; None: no local .bin.
+    #: Hash of a sample of the documents' tokens; None: no local .bin.
     tokens: str | None
-    #: further epochs after the built ones, as far as they were needed.
+    #: Additional epochs after the built ones, as far as they were needed.
     epochs: tuple[ArrayHashes, ...] = ()
 
 
@@ -84,32 +85,32 @@ class ComponentRecord:
 class SplitRecord:
     """The train, valid or test set of one builder."""
 
-    #: in the order of the flags.
+    #: In the order of the flags.
     components: tuple[ComponentRecord, ...]
-    #: how the components are blended: a part for the recorded size, then one for each size it grew to; each covers
-    #: all samples before its size. Empty: a single corpus, or several sets side by side.
+    #: How the components are blended: one part for the recorded size, then one for each size it grew to; each covers
+    #: all samples up to its size. Empty: a single corpus, or several sets side by side.
     blend: tuple[ArrayHashes, ...] = ()
 
 
-#: (paths, weights as given or None); weights are exact: float.hex().
+#: (paths, weights as given or None); weights are exact, as float.hex().
 Blend = tuple[tuple[str, ...], tuple[str, ...] | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuilderRecord:
-    """One builder: what it was asked for, and what it built."""
+    """What one builder was asked for, and what it built."""
 
-    #: name of the dataset class.
+    #: Name of the dataset class.
     dataset: str
-    #: what enters the order or the samples, by the name of the field in Megatron's dataset config.
+    #: What affects the order or the samples, by field name in Megatron's dataset config.
     settings: Mapping[str, Any]
-    #: one blend for all splits (--data-path); None: one for each split, or generated data.
+    #: One blend for all splits (--data-path); None: one per split, or generated data.
     blend: Blend | None
-    #: a blend for each split (--train-data-path, ...); None: one for all, or generated data.
+    #: One blend per split (--train-data-path, ...); None: one for all, or generated data.
     blend_per_split: OfEach[Blend | None] | None
-    #: samples asked for, per split; None: one epoch.
+    #: Samples asked for, per split; None: one epoch.
     sizes: OfEach[int | None]
-    #: what came out, per split; None: nothing there.
+    #: What was built, per split; None: nothing.
     splits: OfEach[SplitRecord | None]
 
 
@@ -117,16 +118,16 @@ class BuilderRecord:
 class OrderRecord:
     """The record in a checkpoint: all builders of the data provider, in the order in which it runs them."""
 
-    #: version of megatron-core that built first.
+    #: Version of megatron-core that built first.
     megatron: str
-    #: samples trained when the record began: the order before that is not proven.
+    #: Samples trained when the record began; the order before that is unproven.
     since: int
     builders: tuple[BuilderRecord, ...]
-    #: differences that a user accepted, in words, forever.
+    #: Differences that a user has ever accepted, in words.
     accepted: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
+        """The record as plain JSON."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return plain
 
@@ -135,15 +136,15 @@ class OrderRecord:
         return xxhash.xxh3_64_hexdigest(json.dumps(self.to_dict(), sort_keys=True).encode())
 
     def to_state(self, samples: int) -> OpaqueState:
-        """As the state of a run that has trained so many samples."""
+        """The record as the state of a run that has trained ``samples`` samples."""
         return OpaqueState(kind="order", samples=samples, digest=self.digest(), content=self.to_dict())
 
     @classmethod
     def from_state(cls, state: DataState) -> OrderRecord:
-        """Read what `to_state` made.
+        """Read a state that `to_state` made.
 
         Raises:
-            StateError: a state of another kind, or a field is missing or of the wrong kind.
+            StateError: a state of another kind, or a field is missing or has the wrong type.
         """
         data = state.content if isinstance(state, OpaqueState) and state.kind == "order" else {}
         try:
@@ -159,10 +160,10 @@ class OrderRecord:
             ) from error
 
 
-# What a builder is asked to build, read from its attributes: they have the same names from megatron-core 0.8 on
+# What a builder is asked to build, read from attributes whose names have been the same since megatron-core 0.8
 
 
-#: fields of Megatron's dataset config that enter the order or the samples, and the flag that sets each.
+#: Fields of Megatron's dataset config that affect the order or the samples, with the flag for each.
 FLAGS = {
     "random_seed": "--seed",
     "sequence_length": "--seq-length",
@@ -190,7 +191,7 @@ FLAGS = {
     "sequence_length_encoder": "--encoder-seq-length",
     "sequence_length_decoder": "--decoder-seq-length",
 }
-#: properties of the tokenizer that enter the samples.
+#: Tokenizer properties that affect the samples.
 _TOKENIZER = ("eod", "pad", "vocab_size")
 
 
@@ -198,15 +199,16 @@ _TOKENIZER = ("eod", "pad", "vocab_size")
 class Request:
     """The datasets that a builder is asked for."""
 
-    #: the dataset class.
+    #: The dataset class.
     cls: Any
     settings: dict[str, Any]
-    #: one blend for all splits; None: one for each, or generated data.
+    #: One blend for all splits; None: one per split, or generated data.
     blend: Blend | None
     blend_per_split: tuple[Blend | None, ...] | None
-    #: samples asked for, per split; None: one epoch.
+    #: Samples asked for, per split; None: one epoch.
     sizes: tuple[int | None, ...]
-    #: shares of the documents per split; None if the split is not built. All of each file where blends are per split.
+    #: Shares of the documents, per split; None if the split is not built. The whole of each file if blends are per
+    #: split.
     shares: tuple[tuple[float, float] | None, ...]
 
     @property
@@ -222,7 +224,7 @@ class Request:
 
     @classmethod
     def of(cls, builder: Any) -> Request:
-        """Raises AttributeError, TypeError or ValueError: a builder of another kind."""
+        """Read a builder. Raises AttributeError, TypeError or ValueError if it is of another kind."""
         config = builder.config
         sizes = tuple(None if size is None else int(size) for size in builder.sizes)
         per_split = config.blend_per_split if config.blend_per_split and any(config.blend_per_split) else None
@@ -274,15 +276,15 @@ _ABSENT = object()
 Array = npt.NDArray[Any]
 
 
-#: entries hashed at once: 8 MB after the conversion.
+#: Entries hashed at once: 8 MB after conversion.
 _CHUNK = 1 << 20
 
 
-#: what a dataset may hold that is not an index: what it was given, and what it keeps for speed.
+#: Attributes of a dataset that are not an index: what it was given, and what it caches.
 _NO_INDEX = frozenset({"indices", "cached_attention_mask", "cached_loss_mask", "cached_position_ids"})
 
 
-#: digests of files, and of arrays in memory (nobody writes to a built index).
+#: Digests of files, and of arrays in memory (a built index is never written to).
 _memo: dict[tuple[object, ...], str] = {}
 
 
@@ -292,12 +294,12 @@ _held: dict[int, tuple[weakref.ref[Array], str]] = {}
 def array_digest(array: Array, what: str) -> str:
     """16 hex digits over the shape and the values, each as a little-endian int64.
 
-    Hashes 10^8 entries in less than a second, if they are in memory; shows progress where it takes longer. An array,
-    or a file that did not change, is not hashed twice.
+    Hashes 10^8 entries in under a second if they are in memory, and shows progress if it takes longer. An array, or an
+    unchanged file, is hashed only once.
 
     Args:
-        array: integers, any shape; may be memory-mapped.
-        what: named in the progress.
+        array: integers of any shape; may be memory-mapped.
+        what: its name in the progress display.
     """
     key = _file_key(array)
     if key is not None and key in _memo:
@@ -333,10 +335,10 @@ def _file_key(array: Array) -> tuple[object, ...] | None:
 
 
 def index_arrays(dataset: Any) -> dict[str, Array]:
-    """The index arrays that a dataset built or loaded, by the names of its attributes.
+    """The index arrays that a dataset built or loaded, by attribute name.
 
     ``GPTDataset`` has document_index, sample_index and shuffle_index; ``BlendedDataset`` dataset_index and
-    dataset_sample_index; others have others, or none.
+    dataset_sample_index; other classes have others, or none.
     """
     found: dict[str, Array] = {}
     held = getattr(dataset, "__dict__", {})
@@ -349,7 +351,7 @@ def index_arrays(dataset: Any) -> dict[str, Array]:
     return found
 
 
-#: parts of the .bin that are read, and the size of each, in bytes: 1 MB in all, at any size of the corpus.
+#: Number of parts of the .bin to read, and the bytes of each: 1 MB in all, for any size of corpus.
 _PARTS = 64
 
 
@@ -357,14 +359,14 @@ _PART_BYTES = 16384
 
 
 class Corpus:
-    """The ``.idx`` of a corpus on a local filesystem, as a dataset class of Megatron counts it.
+    """The ``.idx`` of a corpus on a local filesystem, counted the way a dataset class of Megatron does.
 
-    ``GPTDataset`` takes every sequence for a document, ``BERTMaskedWordPieceDataset`` what the document boundaries
+    For ``GPTDataset`` every sequence is a document; for ``BERTMaskedWordPieceDataset``, what the document boundaries
     enclose.
     """
 
     def __init__(self, path: str, dataset: Any) -> None:
-        """Raises CorpusError: the .idx is damaged."""
+        """Raises CorpusError if the .idx is damaged."""
         self.path = path
         idx = Path(path + ".idx")
         with idx.open("rb") as file:
@@ -382,11 +384,11 @@ class Corpus:
 
     @classmethod
     def at(cls, path: str | None, dataset: Any) -> Corpus | None:
-        """The corpus of this path; None: generated data, or data that is not in a local .idx."""
+        """The corpus at this path; None: generated data, or data without a local .idx."""
         return cls(path, dataset) if path is not None and os.path.isfile(path + ".idx") else None
 
     def bounds(self, share: tuple[float, float]) -> tuple[int, int]:
-        """The documents of a split, as Megatron rounds them."""
+        """The documents [first, end) of a split, rounded as Megatron does."""
         return round(share[0] * float(self.documents)), round(share[1] * float(self.documents))
 
     def _sequences(self, documents: tuple[int, int]) -> tuple[int, int]:
@@ -396,17 +398,17 @@ class Corpus:
         return int(self._boundaries[first]), int(self._boundaries[end])
 
     def tokens(self, documents: tuple[int, int]) -> int:
-        """Tokens of the documents [first, end)."""
+        """Number of tokens in the documents [first, end)."""
         first, end = self._sequences(documents)
         return int(self.lengths[first:end].sum(dtype=np.int64))
 
     def is_empty(self, documents: tuple[int, int]) -> bool:
-        """Whether the documents [first, end) hold no token. Looks at no more of them than it must."""
+        """Whether the documents [first, end) have no tokens. Stops reading at the first token."""
         first, end = self._sequences(documents)
         return not any(self.lengths[at : min(at + 4096, end)].any() for at in range(first, end, 4096))
 
     def identity(self, documents: tuple[int, int]) -> tuple[str, str | None]:
-        """Hashes of lengths, and of tokens (None: no local .bin), of the documents [first, end), all there."""
+        """Hashes of the lengths of the documents [first, end), and of their tokens (None: no local .bin)."""
         first, end = self._sequences(documents)
         lengths = array_digest(self.lengths[first:end], f"lengths of {self.path}")
         return lengths, self._token_digest(first, end)

@@ -1,6 +1,6 @@
-"""The one recipe that fits a script, by evidence: what it imports and calls, and the megatron package beside it.
+"""Chooses the one recipe that fits a script, by what it imports and calls, and the megatron package beside it.
 
-Never by its file name, and never because nothing speaks against a recipe. Files beside the script are read, not
+Never by its file name, nor just because nothing speaks against a recipe. Files beside the script are read, not
 imported; a script that is patched away from its Megatron is judged by its own content alone.
 """
 
@@ -20,7 +20,7 @@ from megaresume.hosts.megatron.patching import PatchError
 from megaresume.hosts.megatron.patching.recipe import FLAGS, PROVIDER, Called, Recipe
 from megaresume.hosts.megatron.patching.script import Script, Uses
 
-#: how far up from the script the package is looked for: examples/multimodal/train.py is two folders below it.
+#: How far up from the script to look for the package: examples/multimodal/train.py is two folders below it.
 MAX_LEVELS = 4
 
 _NUMBER = re.compile(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
@@ -28,17 +28,17 @@ _NUMBER = re.compile(r"^(?:MAJOR|MINOR|PATCH)\s*=\s*(\d+)", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """A folder that holds ``megatron``."""
+    """A folder that contains ``megatron``."""
 
     root: Path
-    #: of megatron.core; None if it has none.
+    #: Version of megatron.core; None if it has none.
     version: str | None
 
     def __str__(self) -> str:
         return f"megatron{' ' + self.version if self.version else ''} in {self.root}"
 
     def why_not(self, recipe: Recipe) -> str | None:
-        """Why a recipe does not fit this Megatron: too old, or a function has other parameters. None if it does."""
+        """Why a recipe does not fit this Megatron: too old, or a function has other parameters. None if it fits."""
         for one in SpecifierSet(recipe.versions):
             if self.version is not None and one.operator in (">", ">=") and not one.contains(self.version):
                 return f"{self} is older than {one.version}"
@@ -60,7 +60,7 @@ class Beside:
         return None
 
     def note(self, recipe: Recipe) -> str | None:
-        """The note for the user if the version lies outside the recipe's range."""
+        """The note for the user if the version is outside the recipe's range."""
         if self.version is None or SpecifierSet(recipe.versions).contains(self.version):
             return None
         return f"{self} is outside {recipe.versions}; the parameters agree"
@@ -71,7 +71,7 @@ class Beside:
 
 
 def find_beside(script: Path) -> Beside | None:
-    """The nearest folder at or above a script's that holds a megatron package; None if there is none."""
+    """The nearest folder at or above the script's that has a megatron package; None if there is none."""
     for root in script.resolve().parents[:MAX_LEVELS]:
         if (root / "megatron").is_dir():
             info = root / "megatron" / "core" / "package_info.py"
@@ -84,7 +84,7 @@ def _tree(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])  # newer syntax than this Python's: nothing can be said
+        return ast.Module(body=[], type_ignores=[])  # syntax newer than this Python's: cannot be judged
 
 
 def _parameters(file: Path, function: str) -> list[str] | None:
@@ -104,7 +104,7 @@ def _imported_by(file: Path) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """A recipe that fits: for each function its call, and the arguments by the names of the parameters."""
+    """A recipe that fits: for each function, its call and the arguments by parameter name."""
 
     recipe: Recipe
     calls: dict[str, cst.Call]
@@ -112,10 +112,10 @@ class Fit:
 
 
 def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> Fit:
-    """The recipe for a script.
+    """Choose the recipe for a script.
 
     Raises:
-        PatchError: none fits, with the reason for each; several fit; or the script cannot be changed safely.
+        PatchError: none fits (gives the reason for each); several fit; or the script cannot be changed safely.
     """
     _refuse_own_changes(script)
     fits: list[Fit] = []
@@ -139,7 +139,7 @@ def choose(script: Script, recipes: Sequence[Recipe], beside: Beside | None) -> 
 
 
 def _fit(script: Script, recipe: Recipe, beside: Beside | None) -> Fit | str:
-    """The fit, or why not. Raises PatchError if the recipe is the right one and the script cannot be changed."""
+    """The fit, or why not. Raises PatchError if it is the right recipe but the script cannot be changed."""
     matches, imported = recipe.matches, script.imported()
     if matches.imports_any_of and not any(_has(imported, module) for module in matches.imports_any_of):
         return f"it imports none of {', '.join(matches.imports_any_of)}"
@@ -183,7 +183,7 @@ def _has(imported: frozenset[str], module: str) -> bool:
 
 
 def _single_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.Call:
-    """The only call of a function. Raises PatchError for several, or for uses that hide further ones."""
+    """The only call of a function. Raises PatchError for several, or for uses that may hide other calls."""
     modules = " or ".join(recipe.calls[name].modules)
     if len(uses.calls) > 1:
         raise refusal(
@@ -209,7 +209,7 @@ def _single_call(script: Script, recipe: Recipe, name: str, uses: Uses) -> cst.C
 
 
 def _bind(script: Script, recipe: Recipe, name: str, call: cst.Call) -> dict[str, cst.Arg]:
-    """The arguments by the names of their parameters, but for positional ones beyond those that are known."""
+    """The arguments by parameter name, except positional ones beyond the known parameters."""
     for argument in call.args:
         if argument.star:
             raise refusal(
@@ -237,7 +237,7 @@ def refusal(script: Script, recipe: Recipe, headline: str, *, found: str, expect
 
 
 def _refuse_own_changes(script: Script) -> None:
-    """A script that calls what a recipe would insert, without our marker, was changed by hand."""
+    """Refuse a script that calls what a recipe would insert but lacks our marker: it was changed by hand."""
     found = script.reads({PROVIDER, FLAGS})
     if found:
         raise PatchError(

@@ -1,6 +1,6 @@
-"""``megaresume patch SCRIPT``: adapts a pretrain script, shows or checks that, or takes it back byte for byte.
+"""``megaresume patch SCRIPT``: adapts a pretrain script, shows or checks the change, or undoes it byte for byte.
 
-The script is replaced in one step, with its mode and owner; refused where that would surprise.
+The script is replaced in one step and keeps its mode and owner; refused where that would surprise.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags of the command."""
+    """Add the flags of the command."""
     parser.add_argument("script", metavar="SCRIPT", type=Path, help="the training script, such as pretrain_gpt.py")
     parser.add_argument("--diff", action="store_true", help="show what would change; write nothing")
     action = parser.add_mutually_exclusive_group()
@@ -102,13 +102,13 @@ def _show_diff(args: argparse.Namespace, old: bytes, result: Applied | Reverted)
     if args.json:
         print(json.dumps(_report(args.script, result) | {"diff": diff.decode("utf-8", "replace"), "written": False}))
         return
-    write_bytes(diff)  # what `patch` and `git apply` take
+    write_bytes(diff)  # as `patch` and `git apply` read it
     if not diff:
         print(f"{args.script}: nothing to change", file=sys.stderr)
 
 
 def _unified_diff(old: bytes, new: bytes, name: str) -> bytes:
-    """As `patch` and `git apply` take it; a lone ``\\r`` is not a line end for them. Empty if the files are equal."""
+    """A diff for `patch` and `git apply`, to which a lone ``\\r`` is not a line end. Empty if the files are equal."""
     before, after = (data.removesuffix(b"\n").split(b"\n") for data in (old, new))
     if not old.endswith(b"\n"):
         before[-1] += b"\n\\ No newline at end of file"
@@ -170,7 +170,7 @@ def _text(path: Path, result: Applied | Reverted) -> str:
     return "\n".join(lines)
 
 
-#: no training script is larger; a file that is was given by mistake.
+#: Larger than any training script: a larger file was given by mistake.
 MAX_BYTES = 16 << 20
 
 
@@ -196,11 +196,11 @@ def read_script(path: Path) -> bytes:
 
 
 def replace_script(path: Path, old: bytes, new: bytes) -> None:
-    """Replace a script's content: temporary file, fsync, rename. Mode, owner and extended attributes are kept.
+    """Replace a script: temporary file, fsync, rename. Mode, owner and extended attributes are kept.
 
     Args:
         path: the script.
-        old: the content that ``new`` was made from; anything else there now is left alone.
+        old: the content that ``new`` was made from; if the file has changed since, it is left alone.
         new: the new content.
 
     Raises:
@@ -212,7 +212,7 @@ def replace_script(path: Path, old: bytes, new: bytes) -> None:
     temporary = path.with_name(leftover_name(path.name))
     try:
         shutil.copy2(path, temporary)
-        with contextlib.suppress(PermissionError):  # of another group of this user's: it becomes the default one
+        with contextlib.suppress(PermissionError):  # another of this user's groups: becomes the default one
             os.chown(temporary, info.st_uid, info.st_gid)
         with temporary.open("r+b") as file:
             file.truncate()
@@ -248,7 +248,7 @@ def _refuse_special_files(path: Path, info: os.stat_result) -> None:
         action = f"cp {path} {path}.copy && mv {path}.copy {path}, and patch it then"
         refusal = f"has {info.st_nlink} names (hard links)", "one file under several names", action
     elif not info.st_mode & 0o222 or not os.access(path, os.W_OK):
-        # The mode too: for root every file is writable, and it is still meant as a warning.
+        # Check the mode too: root can write to any file, but the mode is still meant as a warning.
         refusal = "is read-only", f"mode {stat.filemode(info.st_mode)}", f"chmod u+w {path}"
     elif info.st_uid != os.geteuid() != 0:
         found = f"user {info.st_uid}; replacing it would make it user {os.geteuid()}'s"

@@ -1,6 +1,6 @@
-"""Apply, check and revert: from bytes to bytes, every result verified before anything is written.
+"""Apply, check and revert: from bytes to bytes, with every result verified before anything is written.
 
-`Codemod` makes the changes of a recipe in the tree: an import, two arguments wrapped or one of them added. Nothing is
+`Codemod` makes a recipe's changes in the tree: an import, and two arguments wrapped or one of them added. Nothing is
 deleted or reformatted; comments and whitespace stay where they are.
 """
 
@@ -36,7 +36,7 @@ class Applied:
 
     data: bytes
     recipe: Recipe
-    #: the lines of ours: number in the patched file, from 1, and text.
+    #: Our lines: number in the patched file, from 1, and text.
     changes: tuple[tuple[int, str], ...]
     already: bool
     note: str | None = None
@@ -48,7 +48,7 @@ class Reverted:
 
     data: bytes
     marker: PatchMarker
-    #: whether it is the original byte for byte; else other lines were edited since, and stay so.
+    #: Whether it is the original byte for byte; otherwise, other lines were edited since, and are kept.
     exact: bool
 
 
@@ -57,18 +57,18 @@ Status = Literal["patched", "unpatched", "older", "newer", "edited", "stale", "u
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checked:
-    """Whether a script is patched with the current version of its recipe, and as that would patch it now."""
+    """Whether a script is patched with the current version of its recipe, exactly as that would patch it now."""
 
     status: Status
     recipe: str | None = None
     version: int | None = None
-    #: why not, and what to do.
+    #: Why not, and what to do.
     reason: str | None = None
     action: str | None = None
 
     @property
     def ok(self) -> bool:
-        """Nothing is to be done."""
+        """Whether nothing needs to be done."""
         return self.status == "patched"
 
 
@@ -77,8 +77,8 @@ def apply(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | No
 
     Args:
         data: its bytes.
-        name: what to call it in messages.
-        recipes: to choose from.
+        name: its name in messages.
+        recipes: the recipes to choose from.
         beside: the megatron package next to it.
 
     Raises:
@@ -119,7 +119,7 @@ def _named(name: str | None, recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _verify(data: bytes, patched: bytes, name: str) -> None:
-    """Undoing must give the original, and the result must be Python, before anything is written."""
+    """Check, before anything is written, that undoing gives the original and that the result is Python."""
     ast.parse(patched)
     if revert(patched, name).data != data:
         raise PatchError(
@@ -132,10 +132,10 @@ def _verify(data: bytes, patched: bytes, name: str) -> None:
 
 
 def revert(data: bytes, name: str) -> Reverted:
-    """Take a patch out.
+    """Undo a patch.
 
     Raises:
-        PatchError: not patched, or lines of the patch were edited.
+        PatchError: the script is not patched, or lines of the patch were edited.
     """
     found = read_marker(data, name)
     if found is None:
@@ -153,7 +153,7 @@ def revert(data: bytes, name: str) -> Reverted:
 
 
 def check(data: bytes, name: str, recipes: Sequence[Recipe], beside: Beside | None) -> Checked:
-    """Whether a script is patched with the current version of its recipe, and as that would patch it now.
+    """Check whether a script is patched with the current version of its recipe, exactly as that would patch it now.
 
     Raises:
         UsageError: not Python.
@@ -193,10 +193,10 @@ def _judge(
 
 
 class Codemod(cst.CSTTransformer):
-    """The changes that a recipe makes in a script.
+    """Makes a recipe's changes in a script.
 
     Raises:
-        PatchError: the provider is missing, or cannot be told to be one.
+        PatchError: the provider is missing, or cannot be recognized as one.
     """
 
     def __init__(self, script: Script, fit: Fit) -> None:
@@ -205,17 +205,17 @@ class Codemod(cst.CSTTransformer):
         self._refuse_shadow()
         self._before = self._place_of_import()
         recipe = fit.recipe
-        #: argument -> what it is wrapped in.
+        #: Argument -> the function to wrap it in.
         self._wrapped = {self._provider(): PROVIDER}
         flags = fit.arguments[recipe.flags.of].get(recipe.flags.parameter)
-        #: the call that the flags are added to; None if it has an argument to wrap.
+        #: The call to add the flags to; None if it has an argument to wrap.
         self._without_flags = fit.calls[recipe.flags.of] if flags is None else None
         if flags is not None:
             self._wrapped[flags] = FLAGS
 
     @property
     def line(self) -> int:
-        """The line, from 1, of the statement that the import goes before, or of the import that is there."""
+        """The line, from 1, of the statement that the import goes before, or of our import if already there."""
         return self.script.line(self._before)
 
     def _provider(self) -> cst.Arg:
@@ -244,7 +244,7 @@ class Codemod(cst.CSTTransformer):
     # -- the import
 
     def _place_of_import(self) -> cst.CSTNode:
-        """The import of our own that is there; or the top-level statement that the import goes before."""
+        """Our import, if already there; otherwise the top-level statement that it goes before."""
         body, recipe = self.script.module.body, self.fit.recipe
         if own := [statement for statement in body if m.matches(statement, _OWN_IMPORT)]:
             return own[0]
@@ -256,7 +256,7 @@ class Codemod(cst.CSTTransformer):
         return next(rest, body[min(first, len(body) - 1)])
 
     def _refuse_shadow(self) -> None:
-        """Our name must not stand for something else where it is used."""
+        """Refuse if our name stands for something else where it is used."""
         for call in self.fit.calls.values():
             for node in self.script.bindings(call.func, "megaresume"):
                 if not isinstance(node, cst.Import) or any(alias.asname is not None for alias in node.names):
@@ -270,7 +270,7 @@ class Codemod(cst.CSTTransformer):
                     )
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        """Insert the import, below the comments that belong to the statement after it."""
+        """Insert the import below the comments that precede the next statement."""
         if m.matches(self._before, _OWN_IMPORT):
             return updated_node
         index = original_node.body.index(self._before)
@@ -284,7 +284,7 @@ class Codemod(cst.CSTTransformer):
     # -- arguments
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
-        """``argument`` becomes ``function(argument)``."""
+        """Turn ``argument`` into ``function(argument)``."""
         function = self._wrapped.get(original_node)
         if function is None:
             return updated_node
@@ -293,7 +293,7 @@ class Codemod(cst.CSTTransformer):
         )
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
-        """Add the keyword that is missing."""
+        """Add the missing keyword."""
         if original_node is not self._without_flags:
             return updated_node
         return _with_flags(updated_node, self.fit.recipe.flags.parameter)
@@ -307,13 +307,13 @@ _OWN_IMPORT = m.SimpleStatementLine(
 
 
 def _imports_any(statement: cst.CSTNode, modules: tuple[str, ...]) -> bool:
-    """Whether a top-level statement imports one of some modules, or below them, when the file is executed."""
+    """Whether a top-level statement imports one of these modules or their submodules when the file is executed."""
     names = [name for node in _executed(statement) for name in imports_of(node)]
     return any(name == module or name.startswith(module + ".") for name in names for module in modules)
 
 
 def _executed(statement: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
-    """The imports that run when the module is imported: not those in the bodies of functions."""
+    """The imports that run when the module is imported: not those in function bodies."""
     if isinstance(statement, cst.Import | cst.ImportFrom):
         yield statement
     elif not isinstance(statement, cst.FunctionDef | cst.Lambda):
@@ -322,7 +322,7 @@ def _executed(statement: cst.CSTNode) -> Iterator[cst.Import | cst.ImportFrom]:
 
 
 def _with_flags(call: cst.Call, parameter: str) -> cst.Call:
-    """``P=megaresume.extra_args_provider()`` after the last argument, on a line of its own where that has one."""
+    """Add ``P=megaresume.extra_args_provider()`` after the last argument, on a new line if that one is on its own."""
     no_space = cst.SimpleWhitespace("")
     new = cst.Arg(
         keyword=cst.Name(parameter),
@@ -336,7 +336,7 @@ def _with_flags(call: cst.Call, parameter: str) -> cst.Call:
     before = others[-1].comma.whitespace_after if others else call.whitespace_before_args  # type: ignore[union-attr]
     on_own_line = isinstance(before, cst.ParenthesizedWhitespace)
     if isinstance(last.comma, cst.Comma):
-        # A comment after the comma belongs to the last argument, and stays there.
+        # A comment after the comma belongs to the last argument and stays there.
         after = last.comma.whitespace_after
         between: cst.BaseParenthesizableWhitespace = cst.SimpleWhitespace(" ")
         if on_own_line and isinstance(after, cst.ParenthesizedWhitespace):
@@ -347,7 +347,7 @@ def _with_flags(call: cst.Call, parameter: str) -> cst.Call:
         new = new.with_changes(comma=last.comma.with_changes(whitespace_after=after))
         last = last.with_changes(comma=last.comma.with_changes(whitespace_after=between))
     else:
-        # Here it stands before the closing parenthesis: the new argument takes it along.
+        # Here a comment stands before the closing parenthesis, and moves behind the new argument.
         space = before.with_changes(first_line=cst.TrailingWhitespace(), empty_lines=()) if on_own_line else None
         new = new.with_changes(whitespace_after_arg=last.whitespace_after_arg)
         comma = cst.Comma(whitespace_after=space or cst.SimpleWhitespace(" "))

@@ -1,6 +1,7 @@
-"""Recipes: what one is, how its YAML is read, where the shipped ones are. ``docs/megatron-launcher.md`` has its keys.
+"""Recipes: what one is, how its YAML is read, where the shipped ones are. For its keys see
+``docs/megatron-launcher.md``.
 
-A patch leaves a comment: which recipe, and the changed lines, as they were and as they are.
+A patch leaves a comment that names the recipe and holds the changed lines, old and new:
 
     # megaresume-patch {"format": 1, "recipe": "megatron-lm-0.19", "version": 1, "undo": "megaresume patch ..."}
     # megaresume-patch [0, [], ["import megaresume"]]
@@ -8,9 +9,9 @@ A patch leaves a comment: which recipe, and the changed lines, as they were and 
     # megaresume-patch {"original": "6b3c...", "check": "1d2c3b4a59687766"}
     import megaresume
 
-A line for each `Hunk`: its line, counted from the first after the comment. ``original`` is the SHA-256 of the file
-before the patch, ``check`` a hash of the comment. Lines are compared without their ends, so that a checkout that
-converts them changes nothing; bytes above 127 stand as in Latin-1, whatever the encoding of the file.
+One line per `Hunk`, with its line number counted from the first line after the comment. ``original`` is the SHA-256 of
+the file before the patch, ``check`` a hash of the comment. Lines are compared without their ends, so a checkout that
+converts line ends changes nothing; bytes above 127 are written as Latin-1, whatever the file's encoding.
 """
 
 from __future__ import annotations
@@ -71,14 +72,14 @@ Modules = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Called(Options):
-    """A function that the script calls, by its parameters in order; leading ones are enough."""
+    """A function that the script calls, by its parameters in order; the leading ones are enough."""
 
-    #: that it is imported from.
+    #: Modules that it may be imported from.
     modules: Modules
     parameters: Annotated[tuple[str, ...], After(_are_parameters)]
-    #: files that may define it, relative to the folder of the megatron package; the first that exists is compared.
+    #: Files that may define it, relative to the folder of the megatron package; the first existing one is compared.
     defined_in: tuple[str, ...] = ()
-    #: functions that take it and give back one with the same parameters: ``f = wrapper(f)`` is still ``f``.
+    #: Functions that take it and return one with the same parameters: after ``f = wrapper(f)`` it is still ``f``.
     wrappers: Modules = ()
 
 
@@ -88,9 +89,9 @@ class Matches(Options):
 
     imports_any_of: Modules = ()
     imports_none_of: Modules = ()
-    #: imported by the script, or by the file beside it that defines one of the calls.
+    #: Imported by the script, or by the file beside it that defines one of the calls.
     uses: Modules = ()
-    #: parameter of the call that takes the provider -> what the source of the argument must hold.
+    #: Parameter of the call that takes the provider -> pattern to find in the argument's source.
     arguments: dict[str, Regex] = field(default_factory=dict)
 
 
@@ -98,7 +99,7 @@ class Matches(Options):
 class Argument(Options):
     """The argument of a call that is wrapped."""
 
-    #: the function that is called.
+    #: The function that is called.
     of: str
     parameter: str
 
@@ -107,29 +108,29 @@ class Argument(Options):
 class ProviderCall(Argument):
     """The datasets provider; a call without one is refused."""
 
-    #: for the name of one that the script does not show (imported, an attribute).
+    #: Pattern for the name of a provider whose definition the script does not show (imported, an attribute).
     named: Regex = "(?i)(?<!model_)(?<!args_)provider"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe(Options):
-    """One recipe: for one upstream and one range of its versions."""
+    """One recipe, for one upstream and one range of its versions."""
 
     name: Annotated[str, After(_is_name)]
-    #: raised when the changes are others, so that a script patched by an older one is told apart.
+    #: Increased whenever the changes are different, to recognize a script patched by an older version.
     version: Annotated[int, Within(1, 1_000_000)]
     upstream: str
-    #: range of megatron.core, as ``>=0.18,<0.19``; empty: any.
+    #: Range of megatron.core versions, like ``>=0.18,<0.19``; empty: any.
     versions: Annotated[str, After(_is_range)] = ""
-    #: how a patched script is started; ``{script}`` stands for it.
+    #: How to start a patched script, which ``{script}`` stands for.
     run: str = "torchrun --nproc-per-node GPUS {script} ARGUMENTS"
     calls: dict[str, Called]
     matches: Matches = Matches()
-    #: becomes ``megaresume.provider(...)``.
+    #: The argument that becomes ``megaresume.provider(...)``.
     provider: ProviderCall
-    #: the function that adds flags: becomes ``megaresume.extra_args_provider(...)``, added if there is none.
+    #: The argument that adds flags: becomes ``megaresume.extra_args_provider(...)``, and is added if missing.
     flags: Argument
-    #: ``import megaresume`` goes before the first import of one of these, and after all of those.
+    #: ``import megaresume`` goes before the first import of one of these, and after all of ``import_after``.
     import_before: Modules = ()
     import_after: Modules = ()
 
@@ -151,7 +152,7 @@ class Recipe(Options):
 
     @property
     def by_hand(self) -> str:
-        """All changes as a user would make them."""
+        """All changes, as a user would make them by hand."""
         wraps = (
             f"in {one.of}(...): {one.parameter}={function}(WHAT_IS_THERE_NOW)"
             for one, function in ((self.provider, PROVIDER), (self.flags, FLAGS))
@@ -159,7 +160,7 @@ class Recipe(Options):
         return "; ".join(("import megaresume", *wraps))
 
 
-#: what the arguments are wrapped in.
+#: The functions that wrap the arguments.
 PROVIDER, FLAGS = "megaresume.provider", "megaresume.extra_args_provider"
 
 
@@ -167,7 +168,7 @@ def read_recipe(path: Path) -> Recipe:
     """Read a recipe from a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not a valid recipe: with the line of the mistake.
+        ConfigError: it cannot be read, or is not a valid recipe (gives the line of the mistake).
     """
     value = read_mapping(path, "a recipe", "name, version, upstream, calls and so on")
     try:
@@ -185,7 +186,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _line(path: Path, error: BaseException | None) -> int:
-    """The line, from 1, of the value that pydantic refused, or of the nearest above it."""
+    """The line, from 1, of the value that pydantic refused, or of the nearest one above it."""
     assert isinstance(error, ValidationError)
     one = error.errors(include_url=False)[0]
     context = one.get("ctx", {})
@@ -200,21 +201,21 @@ def _line(path: Path, error: BaseException | None) -> int:
 
 
 def recipe_dir() -> Path:
-    """The folder of the shipped recipes. Raises SetupError if the installation has lost it."""
+    """The folder of the shipped recipes. Raises SetupError if the installation lacks it."""
     return shipped_dir("hosts/megatron/patching/recipes", holds="*.yaml", what="recipes", install="'megaresume[patch]'")
 
 
 def shipped_recipes() -> list[Recipe]:
-    """All shipped recipes, in the order of their names. Raises ConfigError for one that is not valid."""
+    """All shipped recipes, in the order of their names. Raises ConfigError if one is invalid."""
     return [read_recipe(path) for path in sorted(recipe_dir().glob("*.yaml"), key=lambda path: path.stem)]
 
 
 def find_recipe(name_or_file: str) -> Recipe:
-    """The recipe that ``--recipe`` names: a shipped one by its name, or a YAML file.
+    """The recipe that ``--recipe`` names: a shipped one by name, or a YAML file.
 
     Raises:
-        UsageError: neither.
-        ConfigError: a file that is not a valid recipe.
+        UsageError: it is neither.
+        ConfigError: the file is not a valid recipe.
     """
     shipped = {recipe.name: recipe for recipe in shipped_recipes()}
     if name_or_file in shipped:
@@ -229,7 +230,7 @@ def find_recipe(name_or_file: str) -> Recipe:
     )
 
 
-#: raised when the comment's form changes.
+#: Increased whenever the comment's format changes.
 FORMAT = 1
 
 _PREFIX = b"# megaresume-patch "
@@ -240,7 +241,7 @@ _LINE_END = re.compile(rb"[\r\n]*\Z")
 class Hunk:
     """Lines that a patch changed."""
 
-    #: the first, counted from the place of the comment, in the file without it. The same change is one at any line.
+    #: The first of them, counted from the place of the comment, in the file without it. Not compared.
     line: int = field(compare=False)
     old: list[str]
     new: list[str]
@@ -255,12 +256,12 @@ class PatchMarker:
     #: SHA-256 of the file before the patch.
     original: str
     hunks: tuple[Hunk, ...]
-    #: the line of the file, from 0, that it begins at now.
+    #: The line of the file, from 0, where the comment now begins.
     place: int
 
     @property
     def num_lines(self) -> int:
-        """Lines of the comment."""
+        """Number of lines of the comment."""
         return len(self.hunks) + 2
 
 
@@ -274,7 +275,7 @@ def _end(line: bytes) -> bytes:
 
 
 def diff(data: bytes, patched: bytes, place: int) -> tuple[Hunk, ...]:
-    """The changed lines; ``place`` is the line, from 0, that the comment will go before."""
+    """The changed lines; ``place`` is the line, from 0, before which the comment will go."""
     old, new = _texts(data.splitlines()), _texts(patched.splitlines())
     return tuple(
         Hunk(line=first - place, old=old[begin:end], new=new[first:last])
@@ -284,7 +285,7 @@ def diff(data: bytes, patched: bytes, place: int) -> tuple[Hunk, ...]:
 
 
 def with_marker(patched: bytes, marker: PatchMarker) -> bytes:
-    """Put the comment into a patched file."""
+    """Insert the comment into a patched file."""
     lines = patched.splitlines(keepends=True)
     undo = "megaresume patch --revert SCRIPT"
     head = {"format": FORMAT, "recipe": marker.recipe, "version": marker.version, "undo": undo}
@@ -296,7 +297,7 @@ def with_marker(patched: bytes, marker: PatchMarker) -> bytes:
 
 
 def _sealed(texts: list[str], original: object) -> list[str]:
-    """The lines of the comment, with the last one."""
+    """The lines of the comment, with the final one appended."""
     check = hashlib.sha256("\n".join([*texts, str(original)]).encode()).hexdigest()[:16]
     return [*texts, json.dumps({"original": original, "check": check})]
 
@@ -308,7 +309,7 @@ def read_marker(data: bytes, name: str) -> tuple[PatchMarker, bytes] | None:
         what it says, and the file without it; None if there is none.
 
     Raises:
-        PatchError: the comment was edited, or is of a newer megaresume.
+        PatchError: the comment was edited, or comes from a newer megaresume.
     """
     lines = data.splitlines(keepends=True)
     indices = [i for i, line in enumerate(lines) if line.startswith(_PREFIX)]
@@ -345,15 +346,15 @@ def read_marker(data: bytes, name: str) -> tuple[PatchMarker, bytes] | None:
 
 
 def undo(data: bytes, marker: PatchMarker, name: str) -> bytes:
-    """Put the old lines in place of the new ones, with the ends that those have.
+    """Replace the new lines by the old ones, keeping the line ends of the new ones.
 
     Args:
-        data: the patched file without the comment, perhaps edited since.
-        marker: what to undo; where a hunk fits several places, the one as far from the comment as it was is it.
-        name: what to call the file in messages.
+        data: the patched file without the comment, possibly edited since.
+        marker: what to undo; if a hunk fits several places, the one at its recorded distance from the comment counts.
+        name: the file's name in messages.
 
     Raises:
-        PatchError: a hunk's lines were edited, or copied so that they cannot be told apart.
+        PatchError: a hunk's lines were edited, or copied so that the copies cannot be told apart.
     """
     lines = data.splitlines(keepends=True)
     texts = _texts(lines)
@@ -374,7 +375,7 @@ def undo(data: bytes, marker: PatchMarker, name: str) -> bytes:
 
 
 def _edited(texts: list[str], marker: PatchMarker, hunk: Hunk, places: list[int], name: str) -> PatchError:
-    """The error that shows a line of the patch as it is now, and as it was written."""
+    """The error that shows a line of the patch as it is now and as it was written."""
     added = next(line for line in hunk.new if line not in hunk.old)
     ours = next((word for word in ("megaresume.provider", "import megaresume") if word in added), "megaresume.")
     numbers = [i + 1 + (marker.num_lines if i >= marker.place else 0) for i in range(len(texts))]

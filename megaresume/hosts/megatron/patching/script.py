@@ -1,12 +1,12 @@
 """A script as a concrete syntax tree: what its names mean, and where a function that it imports is called.
 
 Names are resolved through scopes: aliases (``from m import pretrain as run``), attributes (``training.pretrain``),
-imports inside functions. A name counts only if everything that binds it agrees: Python takes the binding that runs
-last, and which one that is a file does not always show.
+imports inside functions. A name counts only if all its bindings agree: Python uses the binding that runs last, and a
+file does not always show which one that is.
 
-`Judge` says whether an expression is a datasets provider: a function that needs one argument. What the script shows
-(functions, lambdas, partials of them) is judged by the parameters that it needs; what it does not show (imported names,
-attributes) by its name. What cannot be told is refused, with the reason.
+`Judge` tells whether an expression is a datasets provider, a function that needs one argument. What the script shows
+(functions, lambdas, partials of them) is judged by the parameters it needs; what it does not show (imported names,
+attributes), by name. Anything that cannot be decided is refused, with the reason.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 
 def dotted(node: cst.CSTNode | None) -> str:
-    """``a.b.c`` of nested attributes; empty for anything else."""
+    """``a.b.c`` for nested attributes; empty for anything else."""
     return "" if node is None else get_full_name_for_node(node) or ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Uses:
-    """The places where a script uses a function that it imports, in the order of the text."""
+    """The places where a script uses a function that it imports, in textual order."""
 
     calls: Sequence[cst.Call]
-    #: handed on to something else, so that there may be further calls.
+    #: Passed to something else, so there may be other calls.
     handed_on: Sequence[cst.CSTNode]
-    #: all bindings of its name, if one of them is not the function.
+    #: All bindings of its name, if one of them is not the function.
     rebound: Sequence[cst.CSTNode]
 
 
@@ -61,11 +61,11 @@ class Script:
 
     Args:
         data: the file's bytes.
-        name: what to call it in messages.
+        name: its name in messages.
 
     Raises:
-        UsageError: not Python, with the line.
-        PatchError: Python, but not in a form that survives parsing byte for byte.
+        UsageError: it is not Python (gives the line).
+        PatchError: it is Python, but does not survive parsing byte for byte.
     """
 
     def __init__(self, data: bytes, name: str) -> None:
@@ -76,19 +76,19 @@ class Script:
         found: Mapping[Any, Mapping[cst.CSTNode, Any]] = self.wrapper.resolve_many(providers)
         self.parents, self._positions, self._scopes, self._contexts = (found[provider] for provider in providers)
         imports = [node for node in self.parents if isinstance(node, cst.Import | cst.ImportFrom)]
-        #: all imports, at any place, in the order of the text.
+        #: All imports at any level, in textual order.
         self.imports = sorted(imports, key=self.line)
 
     def line(self, node: cst.CSTNode) -> int:
-        """The line, from 1, that a node begins in."""
+        """The line, from 1, where a node begins."""
         return int(self._positions[node].start.line)
 
     def source(self, node: cst.CSTNode) -> str:
-        """A node as it is written."""
+        """A node's source text."""
         return self.module.code_for_node(node)
 
     def quote(self, *nodes: cst.CSTNode) -> str:
-        """``line N: its text`` of each, for messages."""
+        """``line N: its text`` for each node, for messages."""
         lines = self.module.code.encode().splitlines()
         numbers = dict.fromkeys(self.line(node) for node in nodes)
         return "; ".join(f"line {number}: {lines[number - 1].decode().strip()[:160]}" for number in numbers)
@@ -96,12 +96,12 @@ class Script:
     # -- names
 
     def imported(self) -> frozenset[str]:
-        """Every dotted name that the script imports, at any place, or reads of what it imports."""
+        """Every dotted name that the script imports, at any level, or reads from its imports."""
         names = (name for node in self.imports for name in imports_of(node))
         return frozenset(names).union(*(meaning for _, meaning in self._meanings))
 
     def meaning(self, node: cst.CSTNode) -> frozenset[str]:
-        """The dotted names that an expression may mean by the script's imports; empty if it means none."""
+        """The dotted names that an expression may mean according to the script's imports; empty if none."""
         scope = self._scopes.get(node)
         found = () if scope is None else scope.get_qualified_names_for(node)
         return frozenset(name.name for name in found if name.source is QualifiedNameSource.IMPORT)
@@ -124,17 +124,17 @@ class Script:
         return current if isinstance(current, cst.Assign | cst.AnnAssign | cst.NamedExpr) else None
 
     def reads(self, wanted: Collection[str]) -> list[cst.CSTNode]:
-        """Expressions that may mean one of some dotted names: read, or assigned to as an attribute."""
+        """Expressions that may mean one of these dotted names, whether read or assigned to as an attribute."""
         return [node for node, names in self._meanings if not names.isdisjoint(wanted)]
 
     @cached_property
     def _meanings(self) -> list[tuple[cst.CSTNode, frozenset[str]]]:
-        """Every name that is read or bound, but for those in imports, and what it means."""
+        """Every name that is read or bound, except those in imports, and what it means."""
         found = [node for node, context in self._contexts.items() if context is not None and node in self._scopes]
         return [(node, self.meaning(node)) for node in sorted(found, key=self.line)]
 
     def uses(self, function: str, called: Called) -> Uses:
-        """All uses of a function that is imported from one of some modules."""
+        """All uses of a function imported from one of the modules of ``called``."""
         wanted = {f"{module}.{function}" for module in called.modules}
         calls: list[cst.Call] = []
         handed_on: list[cst.CSTNode] = []
@@ -151,7 +151,7 @@ class Script:
         return Uses(calls=calls, handed_on=handed_on, rebound=sorted(rebound, key=self.line))
 
     def _starred(self, function: str, modules: Collection[str]) -> list[cst.CSTNode]:
-        """Reads of a name that only ``from m import *`` can have brought."""
+        """Reads of a name that only ``from m import *`` can have provided."""
         if not any(dotted(star.module) in modules for star in self._stars()):
             return []
         reads = [node for node, _ in self._meanings if isinstance(node, cst.Name) and node.value == function]
@@ -161,7 +161,7 @@ class Script:
         return [one for one in self.imports if isinstance(one.names, cst.ImportStar)]
 
     def _disagreement(self, func: cst.CSTNode, wanted: set[str], called: Called) -> list[cst.CSTNode]:
-        """All bindings of a called name, if one of them is another function than the wanted; a later star too."""
+        """All bindings of a called name, and later star imports, if any of them may be a function not wanted."""
         name = dotted(func)
         root = name.partition(".")[0]
         found = self._assignments(func, root)
@@ -178,13 +178,13 @@ class Script:
         return [] if all(agree) and not stars else [*bindings, *stars]
 
     def _is_wrapped(self, parent: cst.CSTNode, called: Called) -> bool:
-        """Whether an argument is the one of ``f = wrapper(f)``."""
+        """Whether an argument is the one in ``f = wrapper(f)``."""
         call = self.parents.get(parent) if isinstance(parent, cst.Arg) else None
         assign = self.parents.get(call) if isinstance(call, cst.Call) else None
         return self._wraps(assign, self.source(parent), called)
 
     def _wraps(self, assign: cst.CSTNode | None, name: str, called: Called) -> bool:
-        """``f, … = wrapper(f, …)`` with a wrapper that keeps the parameters."""
+        """Whether this is ``f, … = wrapper(f, …)`` with a wrapper that keeps the parameters."""
         target = m.Name(name)
         first = target | m.Tuple(elements=[m.Element(target), m.ZeroOrMore()])
         call = m.Call(args=[m.Arg(target, keyword=None), m.ZeroOrMore()])
@@ -193,7 +193,7 @@ class Script:
 
 
 def imports_of(node: cst.Import | cst.ImportFrom) -> Iterator[str]:
-    """The dotted names that a statement imports: of ``from a.b import c``, ``a.b`` and ``a.b.c``."""
+    """The dotted names that a statement imports: for ``from a.b import c``, ``a.b`` and ``a.b.c``."""
     prefix = ""
     if isinstance(node, cst.ImportFrom):
         module = "." * len(node.relative) + dotted(node.module)
@@ -205,7 +205,7 @@ def imports_of(node: cst.Import | cst.ImportFrom) -> Iterator[str]:
 
 def _parse(data: bytes, name: str) -> cst.Module:
     try:
-        ast.parse(data)  # for the words of Python itself, which are what users know
+        ast.parse(data)  # for Python's own error text, which users know
         module = cst.parse_module(data)
     except (SyntaxError, ValueError, cst.ParserSyntaxError) as error:
         line = int(getattr(error, "lineno", None) or getattr(error, "raw_line", None) or 0)
@@ -228,20 +228,20 @@ def _parse(data: bytes, name: str) -> cst.Module:
     return module
 
 
-#: names of the parameters that something still needs (None if not known, its name tells), and what shows it.
+#: Names of the parameters still needed (None: unknown, judged by name), and the node that shows it.
 _Needed = tuple[list[str] | None, cst.CSTNode]
 
 
 class _Unclear(Exception):
-    """It cannot be told whether an expression is a provider; the reason in words."""
+    """It cannot be decided whether an expression is a provider; gives the reason in words."""
 
 
 class Judge:
-    """Tells whether an expression is a provider, and if not, why.
+    """Decides whether an expression is a provider, and if not, why.
 
     Args:
-        script: that it stands in.
-        named: a regular expression for the names of providers that the script does not show.
+        script: the script that contains it.
+        named: a regular expression for names of providers whose definition the script does not show.
     """
 
     def __init__(self, script: Script, named: str) -> None:
@@ -250,7 +250,7 @@ class Judge:
         self._seen: set[int] = set()
 
     def why_not(self, node: cst.CSTNode) -> str | None:
-        """The reason, in words, with the line that shows it."""
+        """Why it is not a provider, with the line that shows it; None if it is one."""
         try:
             for names, shown in self._needs(node):
                 if names is not None and len(names) != 1:
@@ -261,7 +261,7 @@ class Judge:
         return None
 
     def _needs(self, node: cst.CSTNode) -> Iterator[_Needed]:
-        """Of everything that an expression may be."""
+        """What is still needed by everything that an expression may be."""
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
@@ -297,7 +297,7 @@ class Judge:
             case cst.FunctionDef():
                 yield _required(binding.params), binding
             case cst.ImportFrom(names=[*aliases]) | cst.Import(names=[*aliases]):
-                # The name in the other module may tell where the one that it has here does not.
+                # The name in the other module may be telling even if the alias here is not.
                 own = [dotted(one.name) for one in aliases if one.asname and dotted(one.asname.name) == name]
                 yield self._named(binding, name, *own)
             case cst.Param():
