@@ -12,12 +12,12 @@
 
 Hooked on the instances:
 
-    optimizer.step           where gradients are synchronised, a step was made; under DeepSpeed, engine.step, which
+    optimizer.step           marks a step wherever gradients are synchronized; under DeepSpeed, engine.step, which
                              accelerator.backward calls
     accelerator.save_state   saved by the session: commit, lock, ledger, retention
-    accelerator.load_state   the newest complete checkpoint, or the one that is asked for
-    accelerator.backward, clip_grad_norm_    the loss and the gradient norm of each step, for figures
-    accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and continues by itself
+    accelerator.load_state   loads the newest complete checkpoint, or the one that is asked for
+    accelerator.backward, clip_grad_norm_    the loss and gradient norm of each step, for figures
+    accelerator.prepare, skip_first_batches   refused for this loader: it is prepared, and resumes by itself
 
 See docs/accelerate.md.
 """
@@ -60,11 +60,11 @@ from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
 from megaresume.stream.errors import UsageError
 
-#: see `check_loadable`.
+#: See `check_loadable`.
 WRITTEN: Written = {
     "DeepSpeed": (("pytorch_model/*",), "DeepSpeed: Accelerator(deepspeed_plugin=...), or accelerate launch"),
     "FSDP": (("pytorch_model_fsdp*",), "FSDP: Accelerator(fsdp_plugin=...), or accelerate launch"),
-    # Not by the weights, which a hook of the program may write elsewhere (diffusers' examples do).
+    # Not told from the weights, which a hook of the program may write elsewhere (as diffusers' examples do).
     "DDP": (("optimizer.bin", "optimizer_[0-9]*.bin"), "neither DeepSpeed nor FSDP"),
 }
 
@@ -77,12 +77,12 @@ def attach(
     stop: StopConditions | None = None,
     metrics: Any = None,
 ) -> AcceleratedLoop:
-    """Give a loop with Accelerate its data in an exact order, and its checkpoints the state of that data. Call it on
-    every rank, after ``accelerator.prepare`` and ``register_for_checkpointing``, and before ``load_state``.
+    """Give a loop with Accelerate its data in an exact order, and add the state of that data to its checkpoints. Call
+    it on every rank, after ``accelerator.prepare`` and ``register_for_checkpointing``, and before ``load_state``.
 
     Args:
         accelerator: Accelerate's.
-        data: not prepared: a `DataLoader`, or a `StreamLoader`.
+        data: a `DataLoader` or a `StreamLoader`, not prepared.
         checkpoints: where the run saves, what it keeps, and so on. ``save_dir`` and ``keep_last`` may be left to
             ``ProjectConfiguration(automatic_checkpoint_naming=True, total_limit=...)``.
         stop: when to save and exit, with `megaresume.Stopped`.
@@ -92,7 +92,7 @@ def attach(
         what the loop iterates over.
 
     Raises, on every rank:
-        UsageError: nothing is prepared, or a setting under which the data would be other data, by name.
+        UsageError: nothing is prepared, or a setting (named in the error) would change the data.
         CheckpointError: another job writes to the directory.
     """
     host = AcceleratorHost(accelerator, data)
@@ -101,7 +101,7 @@ def attach(
 
 
 class DataRecord:
-    """The data's record in a checkpoint of Accelerate's: an object registered for checkpointing, the last one."""
+    """The data's record in a checkpoint of Accelerate's: the last object registered for checkpointing."""
 
     def __init__(self) -> None:
         self.carried: dict[str, Any] = {}
@@ -111,7 +111,7 @@ class DataRecord:
         return self.carried
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take what `state_dict` returned."""
+        """Keep what `state_dict` returned."""
         self.carried = state
 
 
@@ -127,7 +127,7 @@ class AcceleratorHost(TrainerHost):
 
     Args:
         trainer: Accelerate's ``Accelerator``, with models and optimizers prepared.
-        data: not prepared.
+        data: the loader, not prepared.
     """
 
     package = "accelerate"
@@ -218,7 +218,7 @@ class AcceleratorHost(TrainerHost):
 
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
-        kept = [*self.kept(), self.trainer.scaler]  # which Accelerate saves by itself
+        kept = [*self.kept(), self.trainer.scaler]  # Accelerate saves the scaler by itself
         on_all_ranks(
             lambda: check_all(
                 self.trainer._models, self._optimizers, kept, self._beginning, scheduler=_SCHEDULER, inner=_INNER
@@ -229,7 +229,7 @@ class AcceleratorHost(TrainerHost):
         warn_of_differing(hashes_of_states(named))
 
     def check_schedulers(self) -> None:
-        """See the function."""
+        """See the function of this name."""
         check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
         self._beginning = self._beginning or Beginning(self.trainer._models, self.kept())
 
@@ -252,7 +252,7 @@ class AcceleratorHost(TrainerHost):
         )
 
     def settings(self, given: Checkpoints) -> Checkpoints:
-        """With what Accelerate's own settings say of directory and retention."""
+        """The settings, completed from Accelerate's own for directory and retention."""
         naming = self.trainer.project_configuration
         if naming.automatic_checkpoint_naming:
             if given.save_dir is None and naming.project_dir is not None:
@@ -266,7 +266,7 @@ class AcceleratorHost(TrainerHost):
         """See `TrainerHost`."""
         self.loop, self.meeting = AcceleratedLoop(self), meeting_group()
         self.trainer.register_for_checkpointing(self.record)
-        # Those within: a step that is made by them directly is not counted.
+        # The inner ones: a step made with them directly would not be counted.
         self.watch(optimizer.optimizer for optimizer in self.trainer._optimizers)
 
     def hooks(self) -> list[Hook]:
@@ -274,7 +274,7 @@ class AcceleratorHost(TrainerHost):
         return self.loop.hooks()
 
     def save_now(self) -> None:
-        """As ``accelerator.save_state()``."""
+        """Save as ``accelerator.save_state()`` does."""
         self.trainer.save_state()
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
@@ -290,23 +290,23 @@ class AcceleratorHost(TrainerHost):
         return expected_files(self.trainer, save_dir, tag, inner=lambda _: "pytorch_model")
 
     def write(self, save: Save, write: Callable[[str], Any]) -> Any:
-        """Write a checkpoint by Accelerate's own method ``write(directory)``."""
+        """Write a checkpoint with Accelerate's own method ``write(directory)``."""
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:
             with raising_last(engine_of(self.trainer)), replaced(self, is_at_files=True):
                 return write(str(save.tag_dir))
 
-        # It deletes old checkpoints before the new one is complete, and fails on the records beside them.
+        # Accelerate deletes old checkpoints before the new one is complete, and fails on the records beside them.
         with replaced(self.trainer.project_configuration, automatic_checkpoint_naming=False):
             return write_all(save, write_files)
 
     def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Restored:
-        """Read a checkpoint by Accelerate's own method ``read(directory)``.
+        """Read a checkpoint with Accelerate's own method ``read(directory)``.
 
         Args:
             choice: the checkpoint.
-            before: how the run was laid out when it saved; None if not known.
+            before: how the run was laid out when it saved; None if unknown.
         """
 
         def check_and_read() -> None:
@@ -316,12 +316,12 @@ class AcceleratorHost(TrainerHost):
 
         on_all_ranks(check_and_read)
         self._forget_gradients()
-        # A save after a ``for`` that was left in the middle of a step wrote how far it was: it begins again.
+        # If a ``for`` was left in mid-step, the next save stored how far it was; that step begins again.
         self.trainer.step = 0
         return self.resumed(self.record.carried)
 
     def _forget_gradients(self) -> None:
-        """Of a step that is given up."""
+        """Drop the gradients of an abandoned step."""
         if (engine := engine_of(self.trainer)) is not None:
             forget_gradients(engine)
             return
@@ -330,19 +330,19 @@ class AcceleratorHost(TrainerHost):
 
 
 class AcceleratedLoop(StepLoop):
-    """The micro-batches of a training loop, on the device of the accelerator; made by `megaresume.attach`.
+    """The micro-batches of a training loop, on the accelerator's device; made by `megaresume.attach`.
 
-    Iterate over it: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
+    Iterating ends with an epoch of a `DataLoader`, or with the data of a `StreamLoader`.
     """
 
-    #: for Accelerate, of a loader that is read: nothing was added to fill up batches.
+    #: What Accelerate expects of a loader in use: nothing was added to fill up batches.
     remainder = -1
 
     def __init__(self, host: AcceleratorHost) -> None:
         super().__init__(host)
         self.host = host
         self._optimizers = list(host.trainer._optimizers)
-        #: those that have made the last step.
+        #: The optimizers that made the last step.
         self._made: list[Any] = []
 
     def hooks(self) -> list[Hook]:
@@ -361,7 +361,7 @@ class AcceleratedLoop(StepLoop):
 
     @property
     def end_of_dataloader(self) -> bool:
-        """For `Accelerator.accumulate`: whether the micro-batch handed out last is the last one of its step."""
+        """For `Accelerator.accumulate`: whether the last micro-batch handed out ends its step."""
         return self.steps.is_whole
 
     def __iter__(self) -> Iterator[Any]:
@@ -390,9 +390,9 @@ class AcceleratedLoop(StepLoop):
 
     def _step(self, optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = step(*args, **kwargs)
-        # Under FSDP, torch makes the state of an optimizer by a step without gradients before it saves or loads it.
+        # Under FSDP, torch creates an optimizer's state by a step without gradients, before it saves or loads it.
         if self.host.trainer.sync_gradients and not self.host.is_at_files:
-            # Another optimizer of the same step makes no other one.
+            # Another optimizer in the same step does not make another step.
             if not self.steps.is_idle or any(optimizer is one for one in self._made) or not self._made:
                 self.steps.stepped()
                 self._made = []
@@ -400,7 +400,7 @@ class AcceleratedLoop(StepLoop):
         return result
 
     def save(self) -> None:
-        """As ``accelerator.save_state()``."""
+        """Save as ``accelerator.save_state()`` does."""
         self.host.save_now()
 
     def _save_state(self, write: Callable[..., Any], output_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -421,7 +421,7 @@ class AcceleratedLoop(StepLoop):
         )
 
     def _place(self, output_dir: Any) -> Path:
-        """The tag directory of a save."""
+        """The tag directory for a save."""
         root = self.host.save_dir
         if output_dir is None or self.host.trainer.project_configuration.automatic_checkpoint_naming:
             return root / hugging_face_tag(self.step)
@@ -486,7 +486,7 @@ class AcceleratedLoop(StepLoop):
 
 
 def _check_name(directory: Path, step: int) -> None:
-    """Refuse to write among the files of a checkpoint of another step. On rank 0."""
+    """Refuse to write into the checkpoint of another step. On rank 0."""
     try:
         records = [parse_record_name(name) for name in os.listdir(records_dir(directory.parent))]
     except FileNotFoundError:
@@ -503,12 +503,12 @@ def _check_name(directory: Path, step: int) -> None:
 
 
 def warn_of_length(scheduler: Any, steps: int, times: int) -> None:
-    """Say that a schedule would be over long before the run.
+    """Warn of a schedule that would end long before the run.
 
     Args:
         scheduler: torch's.
-        steps: of the run, as a program counts them: epochs times the steps of one.
-        times: how often the scheduler is stepped in one step.
+        steps: steps of the run as a program counts them: epochs times the steps per epoch.
+        times: how often the scheduler is stepped per step.
     """
     plans = [getattr(one, "keywords", {}).get("num_training_steps") for one in getattr(scheduler, "lr_lambdas", ())]
     length = next((plan for plan in [*plans, getattr(scheduler, "total_steps", None)] if plan is not None), None)

@@ -1,7 +1,4 @@
-"""The ways in which Accelerate shards a model, in a loop or under the Trainer, and what each means for checkpoints.
-
-DDP, DeepSpeed or FSDP.
-"""
+"""How Accelerate shards a model (DDP, DeepSpeed or FSDP), in a loop or the Trainer, and its effect on checkpoints."""
 
 from __future__ import annotations
 
@@ -14,25 +11,25 @@ from megaresume.hosts.attach import refuse
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.stream.errors import CheckpointError
 
-#: back-end -> (what its checkpoints have inside, and those of no back-end before it, as patterns; how to train with it
-#: again).
+#: back-end -> (patterns of the contents that tell its checkpoints from those of the back-ends before it; how to train
+#: with it again).
 Written = Mapping[str, tuple[Sequence[str], str]]
 
 
 def backend_of(accelerator: Any) -> str:
-    """``DeepSpeed``, ``FSDP`` or ``DDP``, also of one rank."""
+    """``DeepSpeed``, ``FSDP`` or ``DDP``, also with a single rank."""
     if accelerator.state.deepspeed_plugin is not None:
         return "DeepSpeed"
     return "FSDP" if getattr(accelerator.state, "fsdp_plugin", None) is not None else "DDP"
 
 
 def engine_of(accelerator: Any) -> Any:
-    """DeepSpeed's engine; None: another back-end, or nothing is prepared yet."""
+    """DeepSpeed's engine; None with another back-end, or if nothing is prepared yet."""
     return getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
 
 
 def zero_stage(accelerator: Any) -> int | None:
-    """Of DeepSpeed: 0 to 3; None: another back-end."""
+    """DeepSpeed's ZeRO stage, 0 to 3; None with another back-end."""
     plugin = accelerator.state.deepspeed_plugin
     return None if plugin is None else int(plugin.zero_stage)
 
@@ -44,7 +41,7 @@ def check_backend(accelerator: Any) -> None:
         accelerator: Accelerate's.
 
     Raises:
-        UsageError: naming the setting.
+        UsageError: names the setting.
     """
     refused: dict[str, tuple[Any, str]] = {}
     if (backend := backend_of(accelerator)) == "FSDP":
@@ -71,17 +68,17 @@ def check_backend(accelerator: Any) -> None:
 def check_loadable(
     accelerator: Any, tag_dir: Path, before: Topology | None, *, written: Written, begin_anew: str
 ) -> None:
-    """Refuse a checkpoint of which this back-end would not load all.
+    """Refuse a checkpoint that this back-end would not load completely.
 
     Args:
-        accelerator: whose back-end is to load it.
+        accelerator: the one that is to load it.
         tag_dir: ``checkpoint-N``.
-        before: how the run was laid out when it saved; None if not known.
-        written: how checkpoints of each back-end are told apart.
-        begin_anew: how to load weights alone.
+        before: how the run was laid out when it saved; None if unknown.
+        written: how to tell the checkpoints of each back-end.
+        begin_anew: how to load only the weights.
 
     Raises:
-        CheckpointError: another back-end wrote it; it has no optimizer; or ZeRO divided it over other ranks.
+        CheckpointError: another back-end wrote it; it has no optimizer; or ZeRO partitioned it over other ranks.
     """
     now = backend_of(accelerator)
     wrote = next((name for name, (patterns, _) in written.items() if any(any(tag_dir.glob(p)) for p in patterns)), None)
@@ -97,12 +94,12 @@ def check_loadable(
 
 
 def expected_files(accelerator: Any, save_dir: Path, tag: str, *, inner: Callable[[Any], str]) -> list[str] | None:
-    """The files that this rank writes into a checkpoint; None if not known beforehand.
+    """The files that this rank writes into a checkpoint; None if not known in advance.
 
     Args:
         accelerator: Accelerate's.
-        save_dir, tag: of the checkpoint.
-        inner: of the engine, the directory in it that DeepSpeed writes to.
+        save_dir, tag: the checkpoint's.
+        inner: returns, for the engine, the directory inside the checkpoint that DeepSpeed writes to.
     """
     if (engine := engine_of(accelerator)) is None:
         return None

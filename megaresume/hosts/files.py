@@ -1,12 +1,12 @@
-"""The files of a checkpoint of a loop, and how they are written.
+"""The files of a loop's checkpoint, and how they are written.
 
     dcp          torch.distributed.checkpoint: every rank writes its shards; loads on any number of ranks
     dcp_async    the same, while training continues
     torch        one file, torch.save, by rank 0: loads on any number of ranks
 
-Modules and optimizers (`optimizer_states`) are saved by the names of their parameters, without what DDP, FSDP and
-torch.compile add to them. Whatever else has a ``state_dict`` (a scheduler, a scaler) is the same on every rank: rank
-0's is saved. So is a tensor that torch does not know to be sharded: one rank's is saved. The first save compares them:
+Modules and optimizers (`optimizer_states`) are saved by parameter name, without what DDP, FSDP and torch.compile add to
+the names. Anything else with a ``state_dict`` (a scheduler, a scaler) must be the same on every rank, and rank 0's is
+saved. Likewise, of a tensor that torch does not know to be sharded, one rank's is saved. The first save compares these:
 `warn_of_differing`.
 
 torch.distributed.checkpoint is imported at the first save or load: it takes 40 ms, and a fresh start does not need it.
@@ -40,7 +40,7 @@ from megaresume.stream.errors import MegaresumeError, StateError, UsageError, li
 
 Writer = Literal["dcp", "dcp_async", "torch"]
 
-#: in place of a name of the user's: what is not a tensor.
+#: In place of a user's object name: everything that is not a tensor.
 KEY = "megaresume"
 SINGLE, METADATA = "checkpoint.pt", ".metadata"
 
@@ -48,13 +48,13 @@ warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavai
 
 
 class Objects:
-    """The objects that a loop saves: modules, optimizers, and others with a ``state_dict`` and a ``load_state_dict``.
+    """The objects that a loop saves: modules, optimizers, and others with ``state_dict`` and ``load_state_dict``.
 
     Args:
         objects: by name.
 
     Raises:
-        UsageError: one without these methods; no module; or an optimizer of parameters of none of the modules.
+        UsageError: an object lacks these methods; there is no module; or no module has all parameters of an optimizer.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -86,15 +86,15 @@ class Objects:
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter: that on which the models run."""
+        """The device of the first parameter, on which the models run."""
         parameters = (p for module in self.modules.values() for p in module.parameters())
         return next((p.device for p in parameters), torch.device("cpu"))
 
     def states(self, *, full: bool = False) -> dict[str, Any]:
-        """Of modules and optimizers, by the names of the parameters; ``full``: all shards, on rank 0. Collective.
+        """States of modules and optimizers by parameter name; ``full``: unsharded, on rank 0. Collective.
 
         Raises:
-            UsageError: an optimizer has something in its state that cannot be saved.
+            UsageError: an optimizer's state contains something that cannot be saved.
         """
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -114,24 +114,24 @@ class Objects:
         return states
 
     def named(self) -> dict[str, Named]:
-        """The optimizers, with the names of their parameters."""
+        """The optimizers with their parameter names."""
         return {name: Named(optimizer, module) for name, (optimizer, module) in self.optimizers.items()}
 
     def forget(self) -> None:
-        """Before a load: states of optimizers, and gradients of a step that is given up."""
+        """Before a load, drop the states of optimizers and the gradients of an abandoned step."""
         for optimizer, _ in self.optimizers.values():
             optimizer.state.clear()
             optimizer.zero_grad()
 
     def put_modules(self, states: Mapping[str, Any], *, full: bool = False) -> None:
-        """Set the states of modules: what was read into those that they have, or ``full``."""
+        """Set the states of modules, either read into their own tensors, or ``full``."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         for name, module in self.modules.items():
             set_model_state_dict(module, states[name], options=StateDictOptions(full_state_dict=full))
 
     def model_states(self) -> dict[str, Any]:
-        """Of the modules, with the shards of this rank, to be read into."""
+        """The states of the modules, with this rank's shards, to be read into."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         return {name: get_model_state_dict(one) for name, one in self.modules.items()}
@@ -139,20 +139,21 @@ class Objects:
     def put_optimizers(
         self, states: Mapping[str, State], named: Mapping[str, Named], types: Mapping[str, Mapping[str, torch.dtype]]
     ) -> None:
-        """Put the states of optimizers into them.
+        """Put the states of optimizers back into them.
 
         Args:
-            states: with tensors of today's shards.
+            states: with tensors sharded as today.
             named: the optimizers.
-            types: of the parameters of each module, when they were saved.
+            types: dtypes of each module's parameters when they were saved.
         """
         names = {id(module): name for name, module in self.modules.items()}
         for name, state in states.items():
             load(state, named[name], types[names[id(self.optimizers[name][1])]])
 
     def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything in a checkpoint but the modules and optimizers; and an optimizer whose state has a form of its
-        own, as any other object."""
+        """Everything in a checkpoint except modules and optimizers; but an optimizer whose state is not in torch's
+        format is included, like any other object.
+        """
         named = self.named()
         others = {**self.others, **{n: one.optimizer for n, one in named.items() if one.has_own_form()}}
         shards = {n: shards_of(state, one) for n, one in named.items() if (state := one.state()) is not None}
@@ -166,12 +167,12 @@ class Objects:
         }
 
     def hashes(self) -> Hashes:
-        """Of the states of this rank: see `warn_of_differing`."""
+        """Hashes of this rank's states, for `warn_of_differing`."""
         tensors = {name: hashes_of_tensors(self._tensors(name)) for name in (*self.modules, *self.optimizers)}
         return {**hashes_of_states(self.others), **tensors}
 
     def _tensors(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The parameters of a module, or the state of an optimizer: tensors that torch does not know to be sharded."""
+        """Those tensors of a module's parameters or an optimizer's state that torch does not know to be sharded."""
         if name in self.modules:
             named: Iterable[tuple[str, Any]] = self.modules[name].named_parameters()
         else:
@@ -182,13 +183,13 @@ class Objects:
         return ((key, one) for key, one in named if type(one) in (torch.Tensor, torch.nn.Parameter))
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
-        """Put back everything but the modules and optimizers."""
+        """Restore everything except modules and optimizers."""
         objects = {**self.others, **{name: optimizer for name, (optimizer, _) in self.optimizers.items()}}
         for name, state in rest["others"].items():
             objects[name].load_state_dict(state)
 
     def check_names(self, rest: Mapping[str, Any]) -> None:
-        """Raise a StateError if a checkpoint holds other objects."""
+        """Raise a StateError if a checkpoint has other objects."""
         if rest["names"] != self.names:
             raise StateError(
                 "the checkpoint holds other objects than the loop",
@@ -203,14 +204,14 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     """Write a checkpoint. On every rank.
 
     Args:
-        objects: what is saved.
+        objects: what to save.
         directory: the tag directory.
-        held: what else it holds: see `TrainerHost.carried`.
-        writer: see above.
-        group: a process group on the CPU, of the writer alone; None if there is one rank.
+        held: what else goes in: see `TrainerHost.carried`.
+        writer: see the module.
+        group: a CPU process group for the writer alone; None with a single rank.
 
     Returns:
-        of ``dcp_async``: done when this rank's part is written; on rank 0, when those of all ranks are.
+        for ``dcp_async``, a future: done when this rank's part is written, or on rank 0, those of all ranks.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -227,7 +228,7 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     states[KEY] = blob.getvalue()
     with dcp_errors():
         if writer == "dcp":
-            # Without a writer torch imports fsspec, in case that the directory is in a store, and ends with this one.
+            # Without a writer, torch imports fsspec in case the directory is in a store, and ends up with this writer.
             save(states, storage_writer=FileSystemWriter(directory), process_group=group)
             return None
         future: Future[Any] = async_save(  # type: ignore[assignment]
@@ -237,13 +238,13 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
 
 
 def wait(future: Future[Any]) -> None:
-    """Until an asynchronous write has ended. Raises what it raised."""
+    """Wait for an asynchronous write to end. Raises what it raised."""
     with dcp_errors():
         future.result()
 
 
 def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
-    """Read a checkpoint that any of the writers wrote, on any number of ranks; what else it holds. On every rank."""
+    """Read a checkpoint by any of the writers, on any number of ranks; returns what else it holds. On every rank."""
     with importing():
         from torch.distributed.checkpoint.filesystem import FileSystemReader
         from torch.distributed.checkpoint.state_dict_loader import load as read_into
@@ -296,8 +297,8 @@ def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state cannot be had at any time."""
-    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):  # it may not be importable
+    """Refuse an optimizer whose state is not available at all times."""
+    if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):  # may not be importable
         raise UsageError(
             f"'{name}' cannot be saved",
             found=f"{kind_of(optimizer)}, which gives its state only after a collective of its own, on one rank",
@@ -307,7 +308,7 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _packed(name: str, state: State) -> bytes:
-    """What the state of an optimizer has besides tensors."""
+    """The non-tensor part of an optimizer's state, as bytes."""
     blob = io.BytesIO()
     try:
         torch.save(state, blob)
@@ -327,19 +328,19 @@ def _unpacked(blob: bytes) -> Any:
 
 
 def _check_models(saved: Mapping[str, set[str]], today: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse a module that would not get all that was saved of it, or not find all that it has. Collective.
+    """Refuse a module that would not receive all that was saved of it, or would not find all that it has. Collective.
 
     Args:
-        saved: of each module, the keys in the checkpoint.
-        today: its state.
+        saved: for each module, the keys in the checkpoint.
+        today: for each module, its state.
 
     Raises, on every rank:
-        StateError: naming them.
+        StateError: names the keys.
     """
     wanted = {f"{name}.{key}" for name, keys in saved.items() for key in keys}
     here = {f"{name}.{key}" for name in saved for key in today[name]}
     tensors = {f"{n}.{key}" for n in saved for key, one in today[n].items() if isinstance(one, torch.Tensor)}
-    # Of models whose parts differ by rank, each rank has its own.
+    # In models whose parts differ by rank, each rank has different ones.
     of_ranks = gather((sorted(wanted - here), sorted(tensors - wanted)))
     lost = sorted(set.intersection(*(set(missing) for missing, _ in of_ranks)))
     new = sorted(set().union(*(added for _, added in of_ranks)))
@@ -358,8 +359,9 @@ def _check_models(saved: Mapping[str, set[str]], today: Mapping[str, Mapping[str
 
 
 def _keys(objects: Objects, metadata: Any) -> dict[str, set[str]]:
-    """What a checkpoint holds of each module and optimizer. By torch's own paths: the keys of a checkpoint join them by
-    points, which names of parameters have as well."""
+    """The keys that a checkpoint has for each module and optimizer. Uses torch's own paths, as the checkpoint's keys
+    join them with dots, which parameter names contain as well.
+    """
     keys: dict[str, set[str]] = {name: set() for name in (*objects.modules, *objects.optimizers)}
     for name, *path in metadata.planner_data.values():
         if name in keys and path:
@@ -372,7 +374,7 @@ def _types(states: Mapping[str, Any]) -> dict[str, torch.dtype]:
 
 
 def _saved_types(names: Iterable[str], metadata: Any) -> dict[str, dict[str, torch.dtype]]:
-    """Of the tensors of each module in a checkpoint."""
+    """The dtypes of each module's tensors in a checkpoint."""
     types: dict[str, dict[str, torch.dtype]] = {name: {} for name in names}
     for key, (name, *path) in metadata.planner_data.items():
         properties = getattr(metadata.state_dict_metadata.get(key), "properties", None)
@@ -403,7 +405,7 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, to
 
 @contextmanager
 def dcp_errors() -> Iterator[None]:
-    """torch's CheckpointException, which no ``except Exception`` sees, as an error with the cause of its first rank."""
+    """Turn torch's CheckpointException, which ``except Exception`` misses, into its first rank's error."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -414,13 +416,12 @@ def dcp_errors() -> Iterator[None]:
 
 
 def own_group() -> Any:
-    """A process group on the CPU, for the writer alone: it writes in the background while others train. Collective."""
+    """A CPU process group for the writer alone, as it writes in the background while others train. Collective."""
     return dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
 
 
 class Background:
-    """A save that torch.distributed.checkpoint writes while training continues: at most one. It counts once it is
-    whole.
+    """At most one save that torch.distributed.checkpoint writes while training continues; counts once complete.
 
     Args:
         commit: makes it count: `Session.commit`.
@@ -428,12 +429,12 @@ class Background:
 
     def __init__(self, commit: Callable[[Save], object]) -> None:
         self._commit = commit
-        #: what is in flight, and whether it counts already: known on rank 0.
+        #: The save in flight, and whether it already counts (known on rank 0).
         self._flight: tuple[Future[Any], Save] | None = None
         self._is_committed = False
 
     def begin(self, future: Future[Any], save: Save) -> None:
-        """A save is in flight: the future of this rank's part; on rank 0, of those of all ranks."""
+        """Note a save in flight, with the future of this rank's part; on rank 0, of all ranks' parts."""
         self._flight, self._is_committed = (future, save), False
         save.defer()
 
@@ -453,14 +454,14 @@ class Background:
         return self._flight is not None and not self._is_committed
 
     def look(self) -> None:
-        """Commit it, if it is written: rank 0 ends after all others. No collective."""
+        """Commit the save once it is written; rank 0 finishes after all others. Not collective."""
         if self._flight is None or self._is_committed or not is_rank_0():
             return
         future, save = self._flight
         if save.part is not None:
-            return  # of every node one rank commits: when all of them `settle`
+            return  # one rank per node commits, when all of them `settle`
         if future.done() and future.exception() is None:
-            with contextlib.suppress(MegaresumeError):  # `settle` tries again, and says it on every rank
+            with contextlib.suppress(MegaresumeError):  # `settle` tries again, and reports it on every rank
                 self._is_committed = save.commit()
 
     def look_at_exit(self) -> None:

@@ -1,8 +1,7 @@
-"""What a checkpoint would leave out, so that a resume begins it anew or a step late, and nothing would say so: learning
-rate schedulers, optimizers within optimizers, and whatever else its steps change.
+"""Finds what a checkpoint would leave out, so that a resume would silently start it afresh or a step late: learning
+rate schedulers, optimizers inside optimizers, and anything else that the steps change.
 
-torch's schedulers leave a mark in their optimizer, by which those are found of which no checkpoint knows;
-``ReduceLROnPlateau`` leaves none.
+torch's schedulers mark their optimizer, which shows those that are in no checkpoint; ``ReduceLROnPlateau`` does not.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ def check_all(
     scheduler: str,
     inner: str,
 ) -> None:
-    """Refuse, or warn of, whatever a checkpoint would leave out. Searches all objects: a fifth of a second.
+    """Refuse, or warn of, whatever a checkpoint would leave out. Searches all objects, which takes a fifth of a second.
 
     Args:
-        modules: in a checkpoint.
+        modules: those in a checkpoint.
         optimizers, kept: see `check_schedulers`.
-        beginning: of this start; None: no step was begun.
-        scheduler, inner: for the errors, what to do about a scheduler, and about an optimizer within another one.
+        beginning: this start's; None: no step was begun.
+        scheduler, inner: for the errors, what to do about a scheduler, and about an optimizer inside another one.
 
     Raises:
         UsageError: see `check_schedulers` and `check_inner`.
     """
-    gc.collect()  # what a training that is over has left
+    gc.collect()  # remains of earlier trainings
     living = _living(*_SCHEDULERS, torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
     check_schedulers(optimizers, kept, scheduler, living, beginning)
     check_inner(optimizers, kept, inner)
@@ -56,26 +55,27 @@ def check_schedulers(
     living: Sequence[Any] | None = None,
     beginning: Beginning | None = None,
 ) -> None:
-    """Refuse learning-rate schedulers of which no checkpoint knows: each resume would begin theirs anew.
+    """Refuse learning-rate schedulers that are in no checkpoint, as every resume would start them afresh.
 
     Args:
-        optimizers: in a checkpoint.
-        kept: whatever else is in a checkpoint; a scheduler may be an attribute of one, or in a list or mapping that is.
-        action: for the error.
-        living: objects of this process, among them its schedulers; None: they are looked for if an optimizer has the
-            mark of one. ``ReduceLROnPlateau`` leaves none.
-        beginning: of this start; None: not looked at.
+        optimizers: those in a checkpoint.
+        kept: everything else in a checkpoint; a scheduler may be an attribute of one of these, or in a list or mapping
+            that is.
+        action: what to do, for the error.
+        living: objects of this process, including its schedulers; None: they are searched for if an optimizer has a
+            scheduler's mark, which ``ReduceLROnPlateau`` does not leave.
+        beginning: this start's; None: ignored.
 
     Raises:
-        UsageError: one of torch's schedulers is of an optimizer of which none is kept; or was stepped since the
-            beginning, and is not kept, whatever others of its optimizer are.
+        UsageError: an optimizer has one of torch's schedulers, but none of its schedulers is kept; or one was stepped
+            since the beginning and is not kept, even if others of its optimizer are.
     """
     known = [_of(held, "optimizer") for one in kept for held in _parts(one)]
     unknown = [one for one in optimizers if not any(one is other for other in known)]
     if living is None:
         if not any(_is_scheduled(one) for one in unknown):
             return
-        gc.collect()  # the mark stays when a scheduler is gone, as of a search for the first rate
+        gc.collect()  # the mark outlives a scheduler, such as that of a learning-rate search
         living = _living(*_SCHEDULERS)
     scheduled = [_of(one, "optimizer") for one in living if _is_scheduler(one)]
     found = [f"{kind_of(one)} with a scheduler" for one in unknown if any(one is other for other in scheduled)]
@@ -96,14 +96,14 @@ def check_schedulers(
 
 
 def check_inner(optimizers: Sequence[Any], kept: Sequence[Any], action: str) -> None:
-    """Refuse an optimizer that steps by another one, as SAM does, whose state it leaves out of its own.
+    """Refuse an optimizer that steps another one inside it, like SAM, but leaves that one's state out of its own.
 
     Args:
         optimizers, kept: see `check_schedulers`.
-        action: for the error.
+        action: what to do, for the error.
 
     Raises:
-        UsageError: naming the first.
+        UsageError: names the first.
     """
     known = _known(optimizers, kept)
     for outer in optimizers:
@@ -130,14 +130,14 @@ def warn_of_forgotten(
     living: Sequence[Any],
     beginning: Beginning | None = None,
 ) -> None:
-    """Say which objects that steps of these modules change are in no checkpoint. Nothing is refused: they may be in
-    a file of the program's own.
+    """Warn of objects that are changed by steps of these modules but are in no checkpoint. Nothing is refused, as they
+    may be in a file of the program's own.
 
     Args:
-        modules: in a checkpoint.
+        modules: those in a checkpoint.
         optimizers, kept: see `check_schedulers`.
-        living: objects of this process, among them those of which it is asked.
-        beginning: of this start; None: not looked at.
+        living: objects of this process, among them those to check.
+        beginning: this start's; None: ignored.
     """
     parts = [part for module in modules for part in module.modules()]
     parameters = {id(one) for part in parts for one in part.parameters(recurse=False)}
@@ -163,11 +163,11 @@ def warn_of_forgotten(
 
 
 class Beginning:
-    """The schedulers of this process, and its modules that no checkpoint holds, when a start begins its first step: to
-    tell which of them steps change. Searches all objects, in 50 ms, and keeps none alive.
+    """The schedulers of this process, and its modules that are in no checkpoint, as they are when a start begins its
+    first step, to tell which of them are changed by steps. Searches all objects, in 50 ms, and keeps none alive.
 
     Args:
-        modules: in a checkpoint.
+        modules: those in a checkpoint.
         kept: see `check_schedulers`.
     """
 
@@ -179,7 +179,7 @@ class Beginning:
         shared = {_storage(tensor) for part in parts.values() for tensor in _tensors(part)}
         others = [one for one in living if not _is_scheduler(one) and id(one) not in parts]
         inner = {id(child) for one in others for child in (_of(one, "_modules") or {}).values()}
-        #: each with the parts of it, and some of their numbers.
+        #: Each module with its submodules and a few of their values.
         self._modules = [
             (weakref.ref(one), [(weakref.ref(part), _glimpse(part, shared)) for part in _modules(one)])
             for one in others
@@ -188,12 +188,12 @@ class Beginning:
         self._shared = shared
 
     def stepped(self, living: Iterable[Any]) -> list[Any]:
-        """The schedulers among these objects that were stepped since."""
+        """Those of these objects that are schedulers and were stepped since."""
         before = {id(one): at for ref, at in self._schedulers if (one := ref()) is not None}
         return [one for one in living if _is_scheduler(one) and _steps_of(one) != before.get(id(one), 0)]
 
     def changed(self) -> list[Any]:
-        """The modules that were changed since, and are not part of another one."""
+        """The modules that were changed since and are not part of another one."""
         return [
             one
             for ref, parts in self._modules
@@ -210,7 +210,7 @@ def _modules(one: Any) -> list[torch.nn.Module]:
 
 
 def _tensors(part: Any) -> list[torch.Tensor]:
-    """A module's own, of those that its state has."""
+    """A module's own tensors, of those in its state."""
     passing = _of(part, "_non_persistent_buffers_set") or ()
     buffers = {name: one for name, one in (_of(part, "_buffers") or {}).items() if name not in passing}
     return [
@@ -221,7 +221,7 @@ def _tensors(part: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """Where its numbers lie; None: it does not say so, as tensors of quantized or wrapped numbers."""
+    """The address of its values; None if it gives none, like tensors of quantized or wrapped values."""
     try:
         return _local(tensor).untyped_storage().data_ptr()
     except Exception:  # noqa: BLE001
@@ -229,13 +229,13 @@ def _storage(tensor: torch.Tensor) -> Any:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    """The part of a DTensor that this rank has, without a collective."""
+    """This rank's part of a DTensor, without a collective."""
     local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
 
 
 def _glimpse(part: Any, shared: set[Any]) -> list[bytes]:
-    """A few numbers of each of a module's own tensors that shares no memory with those in a checkpoint."""
+    """A few values of each of a module's own tensors that shares no memory with tensors in a checkpoint."""
     seen = []
     for tensor in _tensors(part):
         where = _storage(tensor)
@@ -248,13 +248,13 @@ def _glimpse(part: Any, shared: set[Any]) -> list[bytes]:
 
 
 def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
-    """A save has ended: what is to be asked when the next step begins.
+    """Prepare a check, at the end of a save, to be made when the next step begins.
 
     Args:
         kept: see `check_schedulers`.
 
     Returns:
-        whether a scheduler was stepped since, which its checkpoint does not know. It then says so.
+        whether a scheduler was stepped since, which its checkpoint does not include; it then also warns.
     """
     saved = [(held, _steps_of(held)) for one in kept for held in _parts(one) if _is_scheduler(held)]
 
@@ -273,17 +273,17 @@ def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
 
 
 def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
-    """Say that DeepSpeed does not know, and so does not save, a learning-rate scheduler. Nothing is refused: it may be
-    in a file of the program's own.
+    """Warn of a learning-rate scheduler that DeepSpeed does not know, and so does not save. Nothing is refused, as it
+    may be in a file of the program's own.
 
     Args:
         engine: DeepSpeed's.
-        client_state: what the program saves in the checkpoint besides; if anything, it may be the scheduler.
+        client_state: what the program itself saves in the checkpoint; if not empty, it may be the scheduler.
     """
     if getattr(engine, "lr_scheduler", None) is not None or client_state:
         return
     optimizer = getattr(engine, "optimizer", None)
-    while optimizer is not None:  # ZeRO's, and the one within it
+    while optimizer is not None:  # ZeRO's, and the one inside it
         if _is_scheduled(optimizer):
             print(
                 "megaresume: WARNING: the optimizer has a learning-rate scheduler that DeepSpeed does not know and so "
@@ -298,8 +298,8 @@ _SCHEDULERS = LRScheduler, ReduceLROnPlateau
 
 
 def _known(saved: Iterable[Any], kept: Iterable[Any]) -> set[int]:
-    """By their ``id``: what was saved, and whatever else is in a checkpoint, or has a method there."""
-    # A scheduler has its optimizer as an attribute, and not in its state.
+    """The ``id`` of everything in a checkpoint, including objects that have a bound method there."""
+    # A scheduler's attributes include its optimizer, but its state does not.
     held = [held for one in kept for held in ([one] if _is_scheduler(one) else _parts(one))]
     return {id(one) for one in (*saved, *held, *(_of(one, "__self__") for one in held))}
 
@@ -309,12 +309,12 @@ def _is_scheduler(one: Any) -> bool:
 
 
 def _steps_of(scheduler: Any) -> int:
-    """How often it was stepped; 0 for a ``ChainedScheduler``, which leaves the count to its parts."""
+    """How often a scheduler was stepped; 0 for a ``ChainedScheduler``, which leaves counting to its parts."""
     return _of(scheduler, "last_epoch") or 0
 
 
 def _is_in(one: Any, kept: Sequence[Any]) -> bool:
-    """Whether a scheduler is one of these, or in one of these, as those of a ``SequentialLR``."""
+    """Whether a scheduler is one of these, or is inside one, like those of a ``SequentialLR``."""
     seen: set[int] = set()
     to_come = list(kept)
     while to_come:
@@ -331,7 +331,7 @@ def _is_scheduled(optimizer: Any) -> bool:
 
 
 def _parts(one: Any) -> Iterator[Any]:
-    """An object, its attributes, and what is in those that are lists or mappings."""
+    """An object, its attributes, and the contents of those that are lists or mappings."""
     yield one
     for value in (_of(one, "__dict__") or {}).values():
         yield value
@@ -340,7 +340,7 @@ def _parts(one: Any) -> Iterator[Any]:
 
 
 def _of(one: Any, name: str) -> Any:
-    """An attribute; None: an object of somebody else's has none, or raises whatever it likes, as a proxy does."""
+    """An attribute, or None: foreign objects may lack it or, like a proxy, raise anything."""
     try:
         return getattr(one, name, None)
     except Exception:  # noqa: BLE001
@@ -348,5 +348,5 @@ def _of(one: Any, name: str) -> Any:
 
 
 def _living(*classes: type) -> list[Any]:
-    """All objects of these classes. By their type: isinstance would ask proxies for their class."""
+    """All objects of these classes, by type(), as isinstance() would ask proxies for their class."""
     return [one for one in gc.get_objects() if issubclass(type(one), classes)]

@@ -97,12 +97,12 @@ class LoopHost(TrainerHost):
         return self.objects.device
 
     def expected_files(self, save_dir: Path, tag: str) -> Sequence[str]:
-        """See `Host`: what rank 0 writes last, after it has heard of the files of all ranks."""
+        """See `Host`: what rank 0 writes last, after it has heard from all ranks that their files are written."""
         last = files.SINGLE if self.writer == "torch" else files.METADATA
         return [last] if is_rank_0() else []
 
     def write(self, save: Save) -> None:
-        """Write the files of this rank: for `Session.save`."""
+        """Write the files of this rank, for `Session.save`."""
         carried = self.carried(save)
         with replaced(self, is_at_files=True):
             future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
@@ -124,7 +124,7 @@ class LoopHost(TrainerHost):
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self) -> None:
-        """See the function."""
+        """See the function of this name."""
         check_schedulers(self._optimizers, self.kept(), _SCHEDULER)
         self._beginning = self._beginning or Beginning(self.objects.modules.values(), self.kept())
 
@@ -137,7 +137,7 @@ class LoopHost(TrainerHost):
         return list(self.objects.others.values())
 
     def read(self, choice: Choice) -> Restored:
-        """Read the files of this rank: for `Session.load`."""
+        """Read the files of this rank, for `Session.load`."""
         with replaced(self, is_at_files=True):
             return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
 
@@ -153,32 +153,32 @@ class LoopHost(TrainerHost):
         self.watch(self._optimizers, once=True)
 
     def put_hooks(self) -> None:
-        """Hook nothing: the loop calls what `Loop` has, and a mapping has no attribute to note that it is attached."""
+        """Hook nothing: the loop calls the methods of `Loop`, and a mapping has no attribute to mark it as attached."""
 
     def save_now(self) -> None:
-        """Save the step that was made last. Collective."""
+        """Save the last step that was made. Collective."""
         self.save_by(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
 
 
 class StepLoop:
-    """A training loop over `Steps`, and its checkpoints. Every method is called on every rank."""
+    """A training loop over `Steps`, and its checkpoints. Call every method on every rank."""
 
     def __init__(self, host: TrainerHost) -> None:
         self.steps, self.session, self._release = host.steps, host.session, host.release
 
     @property
     def step(self) -> int:
-        """Optimizer steps made, since the start of the run."""
+        """Optimizer steps made since the start of the run."""
         return self.steps.step
 
     @property
     def samples(self) -> int:
-        """Samples that they trained, all ranks together."""
+        """Samples trained by these steps, on all ranks together."""
         return self.steps.samples
 
     @property
     def meter(self) -> Meter | None:
-        """Of the live figures, for ``loop.meter.losses(batch, token_loss)``; None without ``metrics=``."""
+        """The meter of the live figures, for ``loop.meter.losses(batch, token_loss)``; None without ``metrics=``."""
         return self.session.meter
 
     @property
@@ -187,11 +187,11 @@ class StepLoop:
         return int(self.steps.feed.loader.epoch)
 
     def __len__(self) -> int:
-        """Micro-batches of an epoch, as `DataLoader` counts them."""
+        """Micro-batches per epoch, as `DataLoader` counts them."""
         return len(self.steps.feed.loader)
 
     def __bool__(self) -> bool:
-        """Whatever its length."""
+        """Always True, whatever the length."""
         return True
 
     def __iter__(self) -> Iterator[Any]:
@@ -199,25 +199,25 @@ class StepLoop:
         return iter(self.steps)
 
     def __getattr__(self, name: str) -> Any:
-        """What programs ask a loader for."""
+        """Other attributes that programs expect of a loader."""
         if name in ("batch_sampler", "batch_size", "dataset", "num_workers", "sampler", "set_epoch"):
             return getattr(self.steps.feed.loader, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def finish(self) -> None:
-        """Nothing is left to train: say so in the ledger, by which launch scripts know it, and `close`."""
+        """Record in the ledger that nothing is left to train, for launch scripts to see, then `close`."""
         self.session.finish()
         self.close()
 
     def close(self) -> None:
-        """Wait until all saves are complete and on the disk, and let other jobs save there."""
+        """Wait until all saves are complete and on disk, and let other jobs save there."""
         self._release()
 
 
 class Loop(StepLoop):
-    """A training loop and its checkpoints; made by `megaresume.attach`. Every method is called on every rank.
+    """A training loop and its checkpoints; made by `megaresume.attach`. Call every method on every rank.
 
-    Iterate over it for batches: to the end of an epoch of a `DataLoader`, or of the data of a `StreamLoader`.
+    Iterate over it for batches. Iterating ends with an epoch of a `DataLoader`, or with the data of a `StreamLoader`.
     """
 
     def __init__(self, host: LoopHost) -> None:
@@ -231,15 +231,15 @@ class Loop(StepLoop):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the micro-batch handed out last is the last one of its step; the same before and after `stepped`."""
+        """Whether the last micro-batch handed out ends its step; the same before and after `stepped`."""
         return self.steps.ends_step
 
     def stepped(self) -> None:
-        """Say that an optimizer step was made, of all micro-batches since the one before; also one that a GradScaler
-        skipped. No collective.
+        """Call after each optimizer step, which took all micro-batches since the one before; also if a GradScaler
+        skipped it. Not collective.
 
         Raises:
-            StateError: none was taken, or not all of a step's.
+            StateError: no micro-batch was taken, or not all of a step's.
         """
         self.steps.stepped()
         self.host.background.look()
@@ -248,26 +248,26 @@ class Loop(StepLoop):
         """Save a checkpoint of this step.
 
         Raises, on every rank:
-            StateError: in the middle of a step; or the ranks disagree on what they trained.
-            UsageError: some ranks alone call it; or the directory holds checkpoints that this run did not resume from.
-            CheckpointError: files are missing, another job writes there, or the disk refuses.
+            StateError: in the middle of a step, or the ranks disagree on what they trained.
+            UsageError: only some ranks call it, or the directory holds checkpoints that this run did not resume from.
+            CheckpointError: files are missing, another job writes there, or the disk fails.
         """
         all_come("loop.save()", self.host.meeting)
         self.host.save_now()
 
     def load(self, directory: str | os.PathLike[str] | None = None, *, tag: str | None = None) -> Resume | None:
-        """Resume from the newest complete checkpoint, with what `megaresume.attach` was given to save.
+        """Resume from the newest complete checkpoint: restores the objects given to `megaresume.attach`.
 
         Args:
             directory: the checkpoint root; None: where the loop saves.
             tag: exactly this checkpoint: ``global_step100``.
 
         Returns:
-            where it continues; None if there is no checkpoint, and it begins.
+            where the run continues; None if there is no checkpoint and it starts afresh.
 
         Raises, on every rank:
-            CheckpointError: what was asked for is not whole, or the ranks see different directories.
-            StateError: no data state, or of other data, or of other objects.
+            CheckpointError: what was asked for is not complete, or the ranks see different directories.
+            StateError: the checkpoint has no data state, or one of other data, or other objects.
             UsageError: a relative directory, after the working directory was changed.
         """
         root = self.host.save_dir if directory is None else Path(directory)
@@ -285,23 +285,24 @@ def attach(
     metrics: Any = None,
     context_parallel: int = 1,
 ) -> Loop:
-    """Give a training loop its data in an exact order, and complete checkpoints. Call it on every rank, after the model
-    is wrapped and the optimizer is made.
+    """Give a training loop its data in an exact order, and complete checkpoints. Call it on every rank, after wrapping
+    the model and creating the optimizer.
 
     Args:
         objects: what a checkpoint holds, by name: modules (DDP, FSDP2 and torch.compile included), their optimizers,
-            and whatever else has ``state_dict`` and ``load_state_dict``, alike on every rank: schedulers, scalers.
+            and anything else with ``state_dict`` and ``load_state_dict`` that is the same on every rank: schedulers,
+            scalers.
         data: a `DataLoader`, or a `StreamLoader`.
-        checkpoints: where the run saves, ``save_dir``, what it keeps, and so on.
+        checkpoints: where the run saves (``save_dir``), what it keeps, and so on.
         writer: ``dcp``: torch.distributed.checkpoint. ``dcp_async``: the same, while training continues; the checkpoint
-            counts after the last byte of all ranks. ``torch``: one file, which rank 0 writes.
+            counts after the last byte of all ranks. ``torch``: one file, written by rank 0.
         stop: when to save and exit, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
-        context_parallel: processes that train the same samples together and over which DDP or FSDP averages as well.
+        context_parallel: number of processes that train the same samples together; DDP or FSDP averages over them too.
 
     Raises, on every rank:
-        UsageError: another loader, loaders of other ranks, objects that cannot be saved, or settings that do not fit.
-        StateError: the ranks have other data, objects or writers.
+        UsageError: another kind of loader, one for other ranks, objects that cannot be saved, or unsuitable settings.
+        StateError: the ranks have different data, objects or writers.
         CheckpointError: another job writes to the directory.
         SetupError: directories or clocks differ between nodes.
     """

@@ -1,14 +1,14 @@
-"""The state of an optimizer in a checkpoint: what its ``state_dict`` returns, by the names of its parameters.
+"""The state of an optimizer in a checkpoint: the result of its ``state_dict``, keyed by parameter names.
 
-It goes back by its ``load_state_dict``. torch's own ``get_optimizer_state_dict`` is not used: to have tensors to read
-into, it makes a step with gradients of zero, which not every optimizer survives; and it leaves out the states of frozen
-parameters, and whatever is of no parameter. Here a state says by itself which tensors it has:
+It is restored with ``load_state_dict``. torch's own ``get_optimizer_state_dict`` is not used: to have tensors to read
+into, it makes a step with zero gradients, which not every optimizer survives, and it leaves out the states of frozen
+parameters and whatever belongs to no parameter. Here the state itself says which tensors it has:
 
-    named     the state, by names
-    apart     without its tensors, which torch.distributed.checkpoint writes and reads in shards; in the place of each a
+    named     the state, keyed by names
+    apart     without its tensors, which torch.distributed.checkpoint writes and reads in shards; each is replaced by a
               `SLOT`
     rooms     tensors to read them into
-    load      the state, put into today's optimizer; `check` has found it to be the one that was saved
+    load      puts the state into today's optimizer, once `check` has found that optimizer to match
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from megaresume.checkpoint.ranks import gather
 from megaresume.hosts.attach import kind_of
 from megaresume.stream.errors import StateError, UsageError, listed
 
-#: marks the place of a tensor in a state: a mapping of its key, shape, type, device, and how it was sharded.
+#: Marks a tensor's place in a state: a mapping of its key, shape, dtype, device, and how it was sharded.
 SLOT = "megaresume tensor"
-#: how a tensor was sharded, if it was not in parts of its own: as its parameter was; or it was whole, beside one that
-#: was sharded.
+#: How a tensor was sharded, if not differently from its parameter: the same way; or not at all, though its parameter
+#: was.
 AS_PARAMETER, WHOLE = "as its parameter", "whole"
 
 State = dict[str, Any]
 
 
 class Named:
-    """An optimizer, and the names of its parameters, in the order of their numbers in its state.
+    """An optimizer and the names of its parameters, in the order of their numbers in its state.
 
     Args:
         optimizer: torch's, or one like it.
-        module: that has its parameters.
+        module: the module that has its parameters.
     """
 
     def __init__(self, optimizer: Any, module: torch.nn.Module) -> None:
@@ -55,16 +55,16 @@ class Named:
 
     @property
     def groups(self) -> list[list[str]]:
-        """The names of each group."""
+        """The parameter names of each group."""
         names = iter(self.names)
         return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def state(self) -> State | None:
-        """What ``state_dict`` returns, with names in place of numbers; None: it has not the form of torch's."""
+        """The result of ``state_dict``, with names in place of numbers; None if it is not in torch's format."""
         state = self.optimizer.state_dict()
         try:
             groups = [{**group, "params": [self.names[i] for i in group["params"]]} for group in state["param_groups"]]
-            # By number, so that all ranks come to a sharded tensor at the same time.
+            # In order of the numbers, so that all ranks come to a sharded tensor at the same time.
             numbers = sorted(key for key in state["state"] if type(key) is int)
             others = {key: one for key, one in state["state"].items() if type(key) is not int}
             of_parameters = {self.names[i]: state["state"][i] for i in numbers}
@@ -73,10 +73,10 @@ class Named:
             return None
 
     def has_own_form(self) -> bool:
-        """Whether its state has not the form of torch's.
+        """Whether its state is not in torch's format.
 
         Raises:
-            UsageError: and is sharded: nobody knows how.
+            UsageError: it is not, and its parameters are sharded.
         """
         if self.state() is not None:
             return False
@@ -90,16 +90,16 @@ class Named:
         return True
 
     def own(self, state: State) -> State:
-        """A state without what it has of parameters of other ranks."""
+        """A state without its entries for parameters of other ranks."""
         others = trained(state) - self.parameters.keys()
         return {**state, "state": {key: one for key, one in state["state"].items() if key not in others}}
 
 
 def whole(state: State, *, keep: bool) -> State:
-    """A state with all shards, on the CPU. Collective.
+    """A state with its tensors unsharded, on the CPU. Collective.
 
     Args:
-        keep: False: this rank only gives its shards.
+        keep: False: this rank only contributes its shards.
     """
 
     def gathered(one: Any, *_: Any) -> Any:
@@ -114,7 +114,7 @@ def whole(state: State, *, keep: bool) -> State:
 
 
 def apart(state: State, named: Named) -> tuple[dict[str, torch.Tensor], State]:
-    """The tensors of a state, by unique keys; and the rest of it, with a `SLOT` in the place of each."""
+    """The tensors of a state, by unique keys, and the rest of it with a `SLOT` in place of each tensor."""
     tensors: dict[str, torch.Tensor] = {}
 
     def emptied(one: Any, key: str, parameter: torch.Tensor | None) -> Any:
@@ -131,7 +131,7 @@ def apart(state: State, named: Named) -> tuple[dict[str, torch.Tensor], State]:
 
 
 def joined(parts: Iterable[State]) -> State:
-    """What was saved by ranks with different states. Of what several have, that of the first."""
+    """Join the states saved by ranks with different ones. If several have an entry, the first counts."""
     result: State = {}
     for part in parts:
         states = {**part["state"], **result.get("state", {})}
@@ -145,7 +145,7 @@ def joined(parts: Iterable[State]) -> State:
 
 
 def rooms(state: State, named: Named) -> tuple[State, dict[str, torch.Tensor]]:
-    """A state with an empty tensor for each `SLOT`, as today's parameters need them; and these by their keys."""
+    """A state with an empty tensor for each `SLOT`, as today's parameters need it, and these tensors by key."""
     tensors: dict[str, torch.Tensor] = {}
     first = named.parameters[named.names[0]]
 
@@ -159,7 +159,7 @@ def rooms(state: State, named: Named) -> tuple[State, dict[str, torch.Tensor]]:
 
 
 def shards_of(state: State, named: Named) -> dict[str, Any]:
-    """How those tensors of a state were sharded, by their keys, whose shape does not say it: see `spread`."""
+    """How the tensors of a state were sharded, by key, where their shape does not tell: see `spread`."""
     shards: dict[str, Any] = {}
 
     def noted(one: Any, key: str, parameter: torch.Tensor | None) -> None:
@@ -172,10 +172,10 @@ def shards_of(state: State, named: Named) -> dict[str, Any]:
 
 
 def spread(state: State, named: Named, shards: Mapping[str, Any]) -> State:
-    """A state with whole tensors, sharded as today's parameters are. Collective.
+    """Shard the tensors of an unsharded state like today's parameters. Collective.
 
     Args:
-        state: of parameters of this rank.
+        state: with this rank's parameters only.
         named: today's optimizer.
         shards: see `shards_of`.
     """
@@ -190,24 +190,24 @@ def spread(state: State, named: Named, shards: Mapping[str, Any]) -> State:
 
 
 def trained(state: State) -> set[str]:
-    """The names of the parameters of a state's groups."""
+    """The names of all parameters in a state's groups."""
     return set(chain.from_iterable(group["params"] for group in state["param_groups"]))
 
 
 def check(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mapping[str, str]) -> None:
-    """Refuse a state that was saved of an optimizer of other parameters, groups or options. Collective.
+    """Refuse a state of an optimizer with other parameters, groups or options. Collective.
 
     Args:
-        states: that were saved.
+        states: the saved states.
         named: today's optimizers.
-        kinds: the classes of those that were saved.
+        kinds: the classes of the saved optimizers.
 
     Raises, on every rank:
-        StateError: naming them.
+        StateError: names them.
     """
     today = {f"{name}.{one}" for name in states for one in named[name].names}
     saved = {f"{name}.{one}" for name, state in states.items() for one in trained(state)}
-    # Of models whose parts differ by rank, each rank has its own.
+    # In models whose parts differ by rank, each rank has different parameters.
     of_ranks = gather((sorted(saved - today), sorted(today - saved), _other_groups(states, named, kinds)))
     lost = sorted(set.intersection(*(set(missing) for missing, _, _ in of_ranks)))
     new = sorted(set().union(*(added for _, added, _ in of_ranks)))
@@ -231,9 +231,9 @@ def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> 
     """Put a state into an optimizer.
 
     Args:
-        state: with the names of parameters, and tensors of today's shards.
+        state: keyed by parameter names, with tensors sharded as today.
         named: the optimizer.
-        saved_types: of the parameters, when it was saved.
+        saved_types: dtypes of the parameters when it was saved.
     """
     numbers = {name: i for i, name in enumerate(named.names)}
     groups = []
@@ -251,8 +251,9 @@ def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> 
 
 
 def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
-    """Load its state; its groups stay the objects that they are: a program, or an optimizer within this one, may hold
-    them, and set the learning rate there."""
+    """Load the state but keep the group objects: a program, or an optimizer inside this one, may hold them, and set the
+    learning rate there.
+    """
     groups = optimizer.param_groups
     before = list(groups)
 
@@ -265,10 +266,10 @@ def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
             groups[:] = before
             one.param_groups = groups
 
-    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper's own class
+    if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper that is no torch optimizer
         load()
         return
-    # Before a subclass hands its groups on.
+    # Before a subclass passes its groups on.
     hook = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
     try:
         load()
@@ -277,12 +278,13 @@ def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:
-    """What was loaded, without what torch changes in it: it gives tensors the type of the parameter, and makes other
-    containers of containers, and other words of words."""
+    """Undo what torch changed while loading: it casts tensors to the parameter's dtype, and replaces containers and
+    other values.
+    """
     wanted, form = tree_flatten(saved)
     found = tree_leaves(loaded)
     if len(wanted) != len(found):
-        return loaded  # the optimizer has a form of its own
+        return loaded  # the optimizer's format is its own
 
     def chosen(want: Any, has: Any) -> Any:
         if not isinstance(want, torch.Tensor) or not isinstance(has, torch.Tensor):
@@ -293,7 +295,7 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
 
 
 def _other_groups(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mapping[str, str]) -> str:
-    """In which way the groups or options of an optimizer are not those that were saved; empty: they are."""
+    """How an optimizer's groups or options differ from the saved ones; empty if they do not."""
     for name, state in states.items():
         one = named[name]
         for i, (names, today) in enumerate(zip(one.groups, one.optimizer.param_groups, strict=True)):
@@ -312,7 +314,7 @@ def _options(group: Mapping[str, Any]) -> str:
 
 
 def _mapped(function: Callable[..., Any], state: State, parameters: Mapping[str, torch.Tensor]) -> State:
-    """A state, with what ``function`` says of each of its leaves, the leaf's key and the parameter that it is of."""
+    """Map the leaves of a state with ``function(leaf, key, parameter or None)``."""
 
     def of_leaf(path: Sequence[Any], leaf: Any) -> Any:
         words = [str(getattr(word, "key", getattr(word, "idx", word))) for word in path]
@@ -332,7 +334,7 @@ def _is_sharded(one: Any) -> bool:
 
 
 def _shards(one: Any, parameter: Any) -> Any:
-    """How a tensor is sharded; None: its parameter is not."""
+    """How a tensor is sharded; None if neither it nor its parameter is."""
     if not _is_sharded(one):
         return WHOLE if _is_sharded(parameter) else None
     if _is_sharded(parameter) and one.placements == parameter.placements:
@@ -341,7 +343,7 @@ def _shards(one: Any, parameter: Any) -> Any:
 
 
 def _places(shape: tuple[int, ...], shards: Any, parameter: Any) -> tuple[Any, list[Any]] | None:
-    """The mesh and the placements of a tensor of this parameter; None: it is whole."""
+    """The mesh and placements for a tensor of this parameter; None: not sharded."""
     if not _is_sharded(parameter) or shards == WHOLE or (shards is None and not shape):
         return None
     mesh = parameter.device_mesh
@@ -350,7 +352,7 @@ def _places(shape: tuple[int, ...], shards: Any, parameter: Any) -> tuple[Any, l
     if shape == tuple(parameter.shape) and not own:
         return mesh, list(parameter.placements)
     tensors = _tensors_of_torch()
-    # A sum over a dimension is not sharded in it.
+    # A reduction over a dimension is not sharded in it.
     alike = [
         own or (len(shape) == parameter.ndim and one == full) for one, full in zip(shape, parameter.shape, strict=False)
     ]
@@ -359,7 +361,7 @@ def _places(shape: tuple[int, ...], shards: Any, parameter: Any) -> tuple[Any, l
 
 
 def _room(slot: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
-    """An empty tensor to read one into."""
+    """An empty tensor to read a saved one into."""
     places = _places(slot["shape"], slot["shards"], parameter)
     if places is None:
         device = slot["device"] if slot["device"] == "cpu" else parameter.device
@@ -376,7 +378,7 @@ def _distributed(one: torch.Tensor, mesh: Any, places: Sequence[Any]) -> torch.T
 
 
 def _tensors_of_torch() -> Any:
-    """Its module of DTensors."""
+    """torch's module of DTensors."""
     import torch.distributed as dist
 
     if not hasattr(dist, "tensor") or not hasattr(dist.tensor, "distribute_tensor"):
@@ -387,6 +389,6 @@ def _tensors_of_torch() -> Any:
 
 
 def _on(today: Any, saved: Any) -> Any:
-    """An option of a group, where today's is."""
+    """An option of a group, moved to the device of today's."""
     is_tensor = isinstance(today, torch.Tensor) and isinstance(saved, torch.Tensor)
     return saved.to(today.device) if is_tensor else saved

@@ -1,13 +1,13 @@
-"""Processes that write a checkpoint for a rank end with it.
+"""Makes processes that write a checkpoint for a rank end with that rank.
 
-megatron-core writes from processes that it forks, and asynchronously from one that it keeps. They outlive a rank that
-is killed, and what one of them still writes, after a filesystem that hung, goes into the checkpoint that the next start
-has made of the same step meanwhile. Those that are done keep their memory.
+megatron-core writes from processes that it forks, and asynchronously from one that it
+keeps. They outlive a killed rank. If one of them hung on the filesystem and then goes on writing, it writes into the
+checkpoint of the same step that the next start has made meanwhile. Those that are done keep their memory.
 
-    with ending_with_us():         while a rank saves: what it forks or spawns in its main thread ends with it
-    written_with_us(write)         for a process that is there already: it does so from its next write on
+    with ending_with_us():         around a rank's save: what its main thread forks or spawns ends with it
+    written_with_us(write)         for a process that already exists: it does so from its next write on
 
-Linux alone can do so; elsewhere, nothing is done.
+Works on Linux only; elsewhere, nothing is done.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-#: of linux/prctl.h: the signal that the kernel sends to this process when the thread that made it ends.
+#: From linux/prctl.h: the signal that the kernel sends this process when the thread that created it ends.
 _PR_SET_PDEATHSIG = 1
-#: in the environment of what is spawned meanwhile: the process that it ends with.
+#: Environment variable for processes spawned within the block: the process that they end with.
 VARIABLE = "MEGARESUME_ENDS_WITH"
 
-#: whether what is forked now ends with its parent: also in what was forked, which forks in turn.
+#: Whether processes forked now end with their parent; inherited by forks, which fork in turn.
 _is_active = False
 _is_registered = False
-#: who forks, in its main thread; 0: another thread, which may end first.
+#: The process that forks, if in its main thread; 0: in another thread, which may end first.
 _parent = 0
-#: by a thread: those that this process writes for, and is no child of.
+#: Processes that this one writes for without being their child; a thread watches each.
 _watched: set[int] = set()
 
 
 @contextlib.contextmanager
 def ending_with_us() -> Iterator[None]:
-    """See above."""
+    """See the module."""
     global _is_active, _is_registered
     if not _is_registered:
         _is_registered = True
@@ -54,12 +54,12 @@ def ending_with_us() -> Iterator[None]:
 
 
 def written_with_us(write: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, for another process, which ends with this one from its call on. Can be pickled if it can."""
+    """A function for another process, which ends with this one once it has called it. Pickles if ``write`` does."""
     return functools.partial(_write, os.getpid(), write)
 
 
 def end_with_parent_of_spawned() -> None:
-    """In what multiprocessing has spawned meanwhile, when it starts; not in its tracker, which cleans up after us."""
+    """Run at the start of processes spawned by multiprocessing; not for its tracker, which cleans up after us."""
     parent = os.environ.pop(VARIABLE, "")
     if "--multiprocessing-fork" in sys.orig_argv and parent == str(os.getppid()):
         _end_with(os.getppid())
@@ -69,7 +69,7 @@ def _write(owner: int, write: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     if owner == os.getpid():
         return write(*args, **kwargs)
     _end_with(os.getppid())
-    if os.getppid() != owner and owner not in _watched:  # a fork server, which outlives it too, or nobody any more
+    if os.getppid() != owner and owner not in _watched:  # the parent is a fork server (outlives the owner), or gone
         _watched.add(owner)
         threading.Thread(target=_end_after, args=(owner,), name="megaresume-owner", daemon=True).start()
     with ending_with_us():
@@ -95,10 +95,10 @@ def _end_with_parent() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Be killed when this parent ends, or end now if it has."""
+    """Have this process killed when its parent ends, or end now if the parent already has."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         return
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before that
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)
