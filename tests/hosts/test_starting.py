@@ -66,6 +66,7 @@ def test_a_directory_that_is_not_shared(outcome: tuple[Results, str, Path]) -> N
             assert f"what rank 0 wrote into {root}/disk_of_rank_0 on {HOST} is not seen after 0.3 s by {HOST} (rank 1; "
             assert f"{HOST} (rank 1; {root}/disk_of_rank_1 is on " in found and ", mounted at /" in found
             assert action.startswith(f"mount on {HOST} what findmnt -T {root}/disk_of_rank_0 shows on {HOST}")
+            assert "stage_to (--megaresume-stage-to), the URL of an object store" in action
         assert tags == []
 
 

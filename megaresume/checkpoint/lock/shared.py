@@ -127,7 +127,9 @@ def _refusal(seen: list[_Seen], action: str | None) -> SetupError:
         expected="one directory that every rank sees",
         cause="the filesystem is not mounted on these nodes, the path is on a disk of each node, or ranks were given "
         "different paths",
-        action=action or f"mount on {hosts} what findmnt -T {path} shows on {first}; or save to another directory",
+        action=action
+        or f"mount on {hosts} what findmnt -T {path} shows on {first}; or save to another directory; if the nodes "
+        "share none: stage_to (--megaresume-stage-to), the URL of an object store, which each copies its part to",
     )
 
 
