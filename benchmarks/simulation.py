@@ -65,18 +65,18 @@ def simulate(steps: int, *, seed: int = 7) -> Summary:
         }
     )
     run, summary = SimulatedRun(config, sources), Summary()
-    with progress("simulating", steps, "steps") as bar:
+    with progress("simulating", steps, "steps") as advance:
         high = 0
         for attempt in script(steps, seed=seed, num_sources=len(sources)):
             outcome = run.attempt(attempt, most=steps)
             summary.events.append((attempt, outcome))
             summary.lost += outcome.lost
-            bar.update(max(run.step - high, 0))
+            advance(max(run.step - high, 0))
             high = max(high, run.step)
             if run.step >= steps:
                 break
-    with progress("comparing with an uninterrupted stream", run.position, "samples") as bar:
-        run.finish(bar.update)
+    with progress("comparing with an uninterrupted stream", run.position, "samples") as advance:
+        run.finish(advance)
     summary.steps, summary.samples, summary.micro_batches = run.step, run.position, run.num_micro_batches
     summary.documents, summary.epochs = run.documents.documents, run.documents.epochs
     return summary

@@ -11,8 +11,7 @@ import io
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from megaresume.stream.errors import one_line, require, visible
@@ -83,18 +82,6 @@ def write_bytes(data: bytes | memoryview) -> None:
         sys.stdout.buffer.flush()
     else:
         sys.stdout.write(str(data, "utf-8", "surrogateescape"))
-
-
-@contextmanager
-def byte_bar(what: str, total: int | None = None, *, show: bool = True) -> Iterator[Callable[[int], object] | None]:
-    """A progress bar for bytes, shown only on a terminal; call the result with the bytes read since the last call."""
-    if not (show and sys.stderr.isatty()):
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False) as bar:
-        yield bar.update
 
 
 def spell_bytes(num_bytes: float) -> str:

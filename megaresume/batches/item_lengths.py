@@ -135,10 +135,10 @@ def _count(dataset: Any, name: str, measure: Measure, num_workers: int) -> Int64
         generator=torch.Generator(),
     )
     counts: list[int] = []
-    with generators_kept(), progress(f"lengths of {name}", len(dataset), "items") as bar:
+    with generators_kept(), progress(f"lengths of {name}", len(dataset), "items") as advance:
         for some in reader:
             counts += some
-            bar.update(len(some))
+            advance(len(some))
     return np.array(counts, np.int64)
 
 

@@ -253,7 +253,7 @@ class IndexedDocuments(BaseSource):
         # Each may be a request to a store.
         with (
             ThreadPoolExecutor(AT_ONCE) as pool,
-            progress(f"contents of {self.prefix.name}", min(PLACES, documents), "documents") as bar,
+            progress(f"contents of {self.prefix.name}", min(PLACES, documents), "documents") as advance,
         ):
 
             def read(i: int, offset: int, count: int) -> npt.NDArray[Any]:
@@ -261,7 +261,7 @@ class IndexedDocuments(BaseSource):
 
             def mapped(*work: Any) -> Iterator[npt.NDArray[Any]]:
                 for tokens in pool.map(*work):
-                    bar.update(1)
+                    advance(1)
                     yield tokens
 
             return contents_hash(documents, lambda ids: self.lengths(start + ids), read, mapped=mapped)

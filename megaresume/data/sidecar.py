@@ -359,8 +359,8 @@ def kept_list(source: LengthSource, prefix: Path, idx: FileIdentity, piece: int)
     for path in places:
         if (found := _read_pieces(path, header)) is not None:
             return found
-    with progress(f"long documents of {prefix.name}", len(source), "documents") as bar:
-        found = find_long(source, piece, update=bar.update)
+    with progress(f"long documents of {prefix.name}", len(source), "documents") as advance:
+        found = find_long(source, piece, update=advance)
     for path in places:
         with contextlib.suppress(OSError):  # read-only, full or not ours: try the next place
             _write_pieces(path, header, found)

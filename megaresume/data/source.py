@@ -197,12 +197,12 @@ def scan_fingerprint(
         tokenizer: its fingerprint, if known.
     """
     hasher, tokens = xxhash.xxh3_128(), 0
-    with progress(what, documents, "documents") as bar:
+    with progress(what, documents, "documents") as advance:
         for first in range(0, documents, CHUNK):
             chunk = lengths(np.arange(first, min(first + CHUNK, documents), dtype=np.int64))
             hasher.update(np.ascontiguousarray(chunk, "<i8").data)
             tokens += int(chunk.sum())
-            bar.update(len(chunk))
+            advance(len(chunk))
     return Fingerprint(
         documents=documents,
         tokens=tokens,

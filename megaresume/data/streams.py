@@ -190,11 +190,11 @@ def _unpack(file: InputFile, path: Path, size: int) -> None:
     with (
         closing(InputStream(file)) as stream,
         written_atomically(path) as out,
-        progress(f"unpacking {file.path.name}", size, "B") as bar,
+        progress(f"unpacking {file.path.name}", size, "B") as advance,
     ):
         while data := stream.read(CHUNK):
             out.write(data)
-            bar.update(len(data))
+            advance(len(data))
 
 
 def _no_room(file: InputFile, size: int, found: str, directory: Path | None) -> SetupError:

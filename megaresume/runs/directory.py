@@ -20,13 +20,13 @@ from megaresume.checkpoint.load.search import Choice, Search
 from megaresume.checkpoint.lock.lock import Holder, holder_of
 from megaresume.checkpoint.records.candidates import Candidate, Examined, resolve_pointer, run_of
 from megaresume.checkpoint.records.ledger import LedgerReading, read_ledger
-from megaresume.checkpoint.records.manifest import Progress
 from megaresume.checkpoint.records.names import ledger_path, parse_record_name, records_dir
 from megaresume.checkpoint.records.pointers import Pointer, read_pointers
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.files import is_leftover
 from megaresume.runs.history import History, read_history
 from megaresume.stream.errors import MegaresumeError, NewerFormatError, StateError, UsageError
+from megaresume.stream.progress import Progress
 
 #: states kept in memory, as a binary search returns to a few of them.
 _KEPT_STATES = 64

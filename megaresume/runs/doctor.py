@@ -32,7 +32,7 @@ from megaresume.checkpoint.starts import starts_from
 from megaresume.checkpoint.system import Topology
 from megaresume.command_line import at_least
 from megaresume.hosts.deepspeed.load_rules import Partitions
-from megaresume.render import byte_bar, spell_seconds
+from megaresume.render import spell_seconds
 from megaresume.runs.answer import Answer, Check, Status, told
 from megaresume.runs.directory import Run
 from megaresume.runs.latest import Newest, find_newest, look_at, named_by, recognise
@@ -40,6 +40,7 @@ from megaresume.runs.logs import first_failure, log_checks
 from megaresume.runs.machine import environment_checks, filesystem_checks
 from megaresume.stream.changes import check_recorded
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, UsageError, counted, listed
+from megaresume.stream.progress import progress
 from megaresume.stream.state import StreamState
 
 _WORDS = {"problem": "PROBLEM", "warning": "warning", "note": "note", "ok": "ok"}
@@ -96,8 +97,8 @@ def _checks(args: argparse.Namespace) -> list[Check]:
         checks += found.checks
     if args.log:
         for path in args.log:
-            with byte_bar(path.name, path.stat().st_size if path.is_file() else None) as progress:
-                checks += log_checks(path, progress)
+            with progress(path.name, path.stat().st_size if path.is_file() else None, "B") as advance:
+                checks += log_checks(path, advance)
         checks += first_failure(args.log)
     return checks
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from megaresume.checkpoint.records.names import megatron_tag, split_root
 from megaresume.checkpoint.records.rank_files import random_digest
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.command_line import at_least
-from megaresume.render import byte_bar, spell_bytes, text_table
+from megaresume.render import spell_bytes, text_table
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
 from megaresume.stream.errors import StateError, counted, listed
+from megaresume.stream.progress import progress
 from megaresume.stream.state import StreamState
 
 
@@ -45,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Inspect a directory. Returns 1 if a resume would not find weights and their data state, else 0."""
     root, tag = split_root(args.dir)
-    with byte_bar(f"reading {root}", show=args.checksums) as progress:
-        found = look(Run(root, tag, checksums=args.checksums, progress=progress), args.last)
+    with progress(f"reading {root}", None, "B") if args.checksums else nullcontext() as advance:
+        found = look(Run(root, tag, checksums=args.checksums, progress=advance), args.last)
     return found.give(_text, as_json=args.json)
 
 

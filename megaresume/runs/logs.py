@@ -18,7 +18,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from io import BufferedIOBase
@@ -29,6 +29,7 @@ import yaml
 
 from megaresume.runs.answer import Check, Status
 from megaresume.stream.errors import UsageError
+from megaresume.stream.progress import Progress
 
 #: bytes of a block; a line of more is looked at in pieces.
 _BLOCK = 4 << 20
@@ -79,7 +80,7 @@ def symptoms() -> tuple[Symptom, ...]:
     )
 
 
-def scan(path: Path, progress: Callable[[int], object] | None = None) -> list[Hit]:
+def scan(path: Path, progress: Progress | None = None) -> list[Hit]:
     """Search a log for every known symptom.
 
     Args:
@@ -151,7 +152,7 @@ def _look(block: bytes, lines: int, hits: dict[str, Hit]) -> None:
             hit.count += 1
 
 
-def log_checks(path: Path, progress: Callable[[int], object] | None = None) -> list[Check]:
+def log_checks(path: Path, progress: Progress | None = None) -> list[Check]:
     """Check for each symptom that a log shows, in order of their first lines. Raises UsageError."""
     status: dict[str, Status] = {"error": "problem", "warning": "warning", "note": "note"}
     found = []

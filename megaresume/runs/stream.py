@@ -143,10 +143,10 @@ def _check_size(first: int, stop: int) -> None:
 def _samples(stream: Stream, plan: Plan) -> list[StreamSample]:
     """Every sample of the plan. Reads image-text records, which takes time with a store."""
     records, samples = ShardRecords(stream.sources), []
-    with progress("reading samples", len(plan), "samples") as bar:
+    with progress("reading samples", len(plan), "samples") as advance:
         for sample in range(plan.first, plan.stop):
             samples.append(_sample(stream, plan, sample, records))
-            bar.update(1)
+            advance(1)
     return samples
 
 

@@ -148,11 +148,11 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
         trace = Trace(run, sources, compare=False)
         first, stop = between(run.history, args.first, args.last)
     if ranged and trace is not None:
-        with progress("planning the stream again", stop - first, "samples") as bar:
-            checked = list(check_between(points.recorded, trace.replan, first, stop, bar.update))
+        with progress("planning the stream again", stop - first, "samples") as advance:
+            checked = list(check_between(points.recorded, trace.replan, first, stop, advance))
     else:
-        with progress("planning the stream again", state.samples, "samples") as bar:
-            checked, given_up = check_all(points.recorded, state, sources, bar.update)
+        with progress("planning the stream again", state.samples, "samples") as advance:
+            checked, given_up = check_all(points.recorded, state, sources, advance)
     proof = Proof(
         dir=args.dir,
         corpora=problems,
@@ -173,8 +173,8 @@ def _verify(args: argparse.Namespace, run: Run) -> Proof:
 
 def _check(trace: Trace, records: RankSteps, first: int, stop: int, *, content: bool) -> dict[str, Any]:
     """Compare the ranks' records of these steps with the stream."""
-    with progress("checking what the ranks wrote", len(records.steps), "steps") as bar:
-        check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=bar.update)
+    with progress("checking what the ranks wrote", len(records.steps), "steps") as advance:
+        check = check_ranks(trace, records, first=first, stop=stop, content=content, progress=advance)
     return _log_report(check, records)
 
 
@@ -182,10 +182,10 @@ def _read(trace: Trace, first: int, stop: int) -> dict[str, Any]:
     """Hash the contents of the documents in these samples, by source."""
     contents, past = Contents(trace.names, trace.replan.sources), Past(trace.replan)
     stride = 4096
-    with progress("reading the documents", stop - first, "samples") as bar:
+    with progress("reading the documents", stop - first, "samples") as advance:
         for sample in range(first, stop, stride):
             contents.documents(past.blocks(sample, min(sample + stride, stop)))
-            bar.update(min(stride, stop - sample))
+            advance(min(stride, stop - sample))
     return {name: {"documents": d.documents, "digest": d.digest} for name, d in sorted(contents.digests.items())}
 
 

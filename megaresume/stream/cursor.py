@@ -41,7 +41,7 @@ ITEM_BLOCK = 4096
 FIRST_BLOCK = 8
 #: Blocks kept before the front, and their bytes; earlier ones are planned again from an anchor.
 KEPT_BLOCKS, KEPT_BYTES = 32, 24 << 20
-#: A seek over more samples than this shows a progress bar.
+#: A seek over more samples than this shows a progress advance.
 LONG_SEEK = 200_000
 #: The i-th snapshot is kept until the front is this many times 2**(trailing zeros of i) snapshots ahead of it.
 DENSITY = 8
@@ -183,11 +183,11 @@ class Blocks:
         """
         distance = sample - self.front
         shown = progress("seeking in the stream", distance, "samples") if distance > LONG_SEEK else nullcontext()
-        with shown as bar:
+        with shown as advance:
             while self.front <= sample:
                 num = self._plan_block(sample)
-                if bar is not None:
-                    bar.update(num)
+                if advance is not None:
+                    advance(num)
         return self.kept[-1]
 
     def _plan_block(self, sample: int) -> int:

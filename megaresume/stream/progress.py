@@ -6,9 +6,8 @@ import importlib
 import importlib.util
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 #: seconds between two lines in a log.
 LOG_INTERVAL = 10.0
@@ -16,33 +15,28 @@ LOG_INTERVAL = 10.0
 QUIET_SECONDS = 1.0
 
 
-class Progress(Protocol):
-    """Called with the amount of work done since the last call."""
-
-    def update(self, amount: int, /) -> object:
-        """Add an amount, in the unit of the progress."""
+#: called with the amount of work done since the last call.
+Progress = Callable[[int], object]
 
 
 class _Lines:
-    def __init__(self, what: str, total: int, unit: str) -> None:
+    def __init__(self, what: str, total: int | None, unit: str) -> None:
         self._what, self._total, self._unit = what, total, unit
         self._done = 0
         self._start = self._last = time.monotonic()
 
-    def update(self, amount: int, /) -> None:
+    def update(self, amount: int) -> None:
         self._done += amount
         now = time.monotonic()
         if now - self._last >= LOG_INTERVAL:
             self._last = now
-            share = 100 * self._done / max(self._total, 1)
             rate = self._done / max(now - self._start, 1e-9)
-            left = (self._total - self._done) / max(rate, 1e-9)
-            print(
-                f"{self._what}: {_short(self._done, self._unit)} of {_short(self._total, self._unit)} ({share:.0f} %), "
-                f"{_short(rate, self._unit)}/s, {left:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            of, left = "", ""
+            if self._total is not None:
+                of = f" of {_short(self._total, self._unit)} ({100 * self._done / max(self._total, 1):.0f} %)"
+                left = f", {(self._total - self._done) / max(rate, 1e-9):.0f} s left"
+            done, speed = _short(self._done, self._unit), _short(rate, self._unit)
+            print(f"{self._what}: {done}{of}, {speed}/s{left}", file=sys.stderr, flush=True)
 
 
 def _short(amount: float, unit: str) -> str:
@@ -65,17 +59,17 @@ def in_notebook() -> bool:
 
 
 @contextmanager
-def progress(what: str, total: int, unit: str) -> Iterator[Progress]:
+def progress(what: str, total: int | None, unit: str) -> Iterator[Progress]:
     """Show progress on standard error while the block runs.
 
     Args:
         what: what is being done, a few words.
-        total: all the work, in ``unit``.
+        total: all the work, in ``unit``; None: unknown.
         unit: "documents" or "B" (shown with k, M, G).
     """
     if not in_notebook() and not sys.stderr.isatty():
-        yield _Lines(what, total, unit)
+        yield _Lines(what, total, unit).update
         return
     tqdm = importlib.import_module("tqdm.notebook" if in_notebook() else "tqdm").tqdm
     with tqdm(desc=what, total=total, unit=unit, unit_scale=True, delay=QUIET_SECONDS) as bar:
-        yield bar
+        yield bar.update

@@ -30,6 +30,7 @@ from megaresume.stream.arrays import Int64Array
 from megaresume.stream.config import SourceConfig, StreamConfig
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import CorpusError, StateError
+from megaresume.stream.progress import Progress
 from megaresume.stream.state import Fingerprint, SourceCursor, StreamState
 
 #: documents whose lengths are asked for at a time.
@@ -162,9 +163,7 @@ class LongDocuments:
         return range(int(self.ends[k - 1]) if k else 0, int(self.ends[k]))
 
 
-def find_long(
-    source: LengthSource, piece: int, update: Callable[[int], object] = lambda documents: None
-) -> LongDocuments:
+def find_long(source: LengthSource, piece: int, update: Progress = lambda documents: None) -> LongDocuments:
     """Look through all lengths of a source, a chunk at a time; ``update`` is told how many."""
     ids, later = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for documents in chunks(source):

@@ -8,15 +8,15 @@ from megaresume.stream.progress import progress
 
 def test_lines_in_a_log(capsys, monkeypatch):
     monkeypatch.setattr(module, "LOG_INTERVAL", 0.0)
-    with progress("reading", 4_000_000, "B") as bar:
-        bar.update(1_000_000)
+    with progress("reading", 4_000_000, "B") as advance:
+        advance(1_000_000)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1].startswith("reading: 1.0 MB of 4.0 MB (25 %), ")
 
 
 def test_short_work_is_silent(capsys):
-    with progress("reading", 10, "documents") as bar:
-        bar.update(10)
+    with progress("reading", 10, "documents") as advance:
+        advance(10)
     assert capsys.readouterr().err == ""
 
 
@@ -31,6 +31,13 @@ def test_short_numbers(amount, unit, text):
 def test_bar_on_a_terminal(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0)
-    with progress("reading", 10, "documents") as bar:
-        bar.update(10)
+    with progress("reading", 10, "documents") as advance:
+        advance(10)
     assert "reading: 100%" in capsys.readouterr().err
+
+
+def test_an_unknown_amount(capsys, monkeypatch):
+    monkeypatch.setattr(module, "LOG_INTERVAL", 0.0)
+    with progress("reading", None, "B") as advance:
+        advance(1_000_000)
+    assert "reading: 1.0 MB, " in capsys.readouterr().err

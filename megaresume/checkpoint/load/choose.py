@@ -20,10 +20,10 @@ from megaresume.checkpoint.load.search import Choice, Rejected, Search
 from megaresume.checkpoint.records.branches import saves_given_up
 from megaresume.checkpoint.records.candidates import list_candidates, run_of
 from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.manifest import Progress
 from megaresume.checkpoint.records.names import check_tag, ledger_path, split_root, step_path
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
+from megaresume.stream.progress import Progress
 
 log = logging.getLogger(__name__)
 

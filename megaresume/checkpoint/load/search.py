@@ -30,11 +30,12 @@ from megaresume.checkpoint.records.branches import abandoned_checkpoints
 from megaresume.checkpoint.records.candidates import Candidate, Examined, examine, list_candidates, resolve_pointer
 from megaresume.checkpoint.records.envelope import DataState
 from megaresume.checkpoint.records.ledger import LedgerReading, read_ledger
-from megaresume.checkpoint.records.manifest import Manifest, Progress, directories_of_models
+from megaresume.checkpoint.records.manifest import Manifest, directories_of_models
 from megaresume.checkpoint.records.names import ledger_path, step_path
 from megaresume.checkpoint.records.pointers import Pointer, read_pointers
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, StateError, listed
+from megaresume.stream.progress import Progress
 
 _UNIVERSAL = "_universal"
 

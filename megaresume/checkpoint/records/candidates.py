@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from megaresume.checkpoint.records.ledger import read_run
-from megaresume.checkpoint.records.manifest import Manifest, Progress, list_files, read_manifest
+from megaresume.checkpoint.records.manifest import Manifest, list_files, read_manifest
 from megaresume.checkpoint.records.marker import read_marker
 from megaresume.checkpoint.records.names import (
     RECORDS_DIR,
@@ -33,6 +33,7 @@ from megaresume.checkpoint.records.sealed import SealError, unseal
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.files import read_error, read_file
 from megaresume.stream.errors import CheckpointError, MegaresumeError, NewerFormatError, StateError, listed
+from megaresume.stream.progress import Progress
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
@@ -22,6 +22,7 @@ from megaresume.checkpoint.records.sealed import count, flag, from_members, read
 from megaresume.checkpoint.system import boots_up
 from megaresume.files import fsync_dir, fsync_file, open_file, write_all, write_error
 from megaresume.stream.errors import CheckpointError, one_line
+from megaresume.stream.progress import Progress
 
 FORMAT = "megaresume.manifest"
 #: Every megaresume refuses a manifest with a later version than its own, and ignores unknown fields. So a field that
@@ -41,8 +42,6 @@ MOST_THREADS = 16
 _NUMBER = re.compile(r"[0-9]+")
 #: files that frameworks look for by these names, for any rank.
 _MODEL_FILE = re.compile(r"_(model|optim)_states\.pt$|\.distcp$")
-
-Progress = Callable[[int], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

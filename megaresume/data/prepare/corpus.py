@@ -180,8 +180,8 @@ def prepare(inputs: Sequence[str | Path], output: str | Path, options: PrepareOp
             if options.part is None:
                 _check_not_empty(parts, files)
                 raw = _raw(files, spec, options) if options.index_only else None
-                with progress("writing the corpus", sum(p.documents for p in parts), "documents") as bar:
-                    merge_parts(prefix, parts_files, made, spec.dtype, _identity(tokenizer, spec), bar.update, raw=raw)
+                with progress("writing the corpus", sum(p.documents for p in parts), "documents") as advance:
+                    merge_parts(prefix, parts_files, made, spec.dtype, _identity(tokenizer, spec), advance, raw=raw)
                 parts_files.remove()
     except OSError as error:
         raise disk_error(prefix.parent, error) from error

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -70,22 +70,24 @@ def make_parts(
     """
     parts: dict[str, Part] = {}
     made = 0
-    with progress("tokenizing", sum(stretch.size for stretch in stretches), "B") as bar:
+    with progress("tokenizing", sum(stretch.size for stretch in stretches), "B") as advance:
         work = (
             item
             for stretch in stretches
-            for item in _blocks_to_do(BlockReader(files, text_unit, size, stretch.stop), stretch, encoder, parts, bar)
+            for item in _blocks_to_do(
+                BlockReader(files, text_unit, size, stretch.stop), stretch, encoder, parts, advance
+            )
         )
         with closing(run(work, Encoder.encode, encoder, workers=workers)) as done:
             for name, part in done:
                 parts[name] = part
-                bar.update(part.raw_bytes)
+                advance(part.raw_bytes)
                 made += 1
     return dict(sorted(parts.items())), len(parts) - made
 
 
 def _blocks_to_do(
-    reader: BlockReader, stretch: Stretch, encoder: Encoder, parts: dict[str, Part], bar: Progress
+    reader: BlockReader, stretch: Stretch, encoder: Encoder, parts: dict[str, Part], advance: Progress
 ) -> Iterator[tuple[str, Block]]:
     """Blocks without a part yet; existing parts are added to ``parts``."""
     position, index = stretch.start, 0
@@ -96,7 +98,7 @@ def _blocks_to_do(
             if part is not None:
                 parts[name] = part
                 position = part.end
-                bar.update(part.raw_bytes)
+                advance(part.raw_bytes)
             else:
                 block = reader.read(position if index else reader.with_line(position))
                 if block is None:
@@ -292,7 +294,7 @@ def merge_parts(
     parts: Mapping[str, Part],
     dtype: str,
     tokenizer: Mapping[str, Any],
-    tick: Callable[[int], Any],
+    tick: Progress,
     *,
     raw: Mapping[str, Any] | None = None,
 ) -> None:

@@ -21,7 +21,7 @@ and nothing that depends on the machine, the time or the workers: the same shard
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,7 @@ from megaresume.encoding.images.document import Measure
 from megaresume.encoding.images.encoder import ImageTextEncoder
 from megaresume.files import fsync_dir, written_atomically
 from megaresume.stream.errors import CorpusError, listed
+from megaresume.stream.progress import Progress
 
 #: What happens to a record that cannot be measured: stop; one masked token; length 0.
 Invalid = Literal["error", "mask", "drop"]
@@ -289,7 +290,7 @@ def merge_parts(
     heads: Sequence[Mapping[str, Any]],
     parts: Iterable[tuple[Mapping[str, Any], dict[str, np.ndarray[Any, Any]]]],
     energon: Mapping[str, Any] | None,
-    tick: Callable[[int], Any],
+    tick: Progress,
 ) -> Mapping[str, Any]:
     """Write the index, replacing an older one.
 

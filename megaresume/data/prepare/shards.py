@@ -150,8 +150,8 @@ def prepare_shards(
             _check_some_measured(heads, invalid, directory)
             # Not the part's own head: its rows have no numbers yet.
             parts = ((head, directory.read(task.part)[1]) for head, task in zip(heads, tasks, strict=True))
-            with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
-                header = merge_parts(index, spec, tasks, heads, parts, energon, bar.update)
+            with progress("writing the index", sum(head["records"] for head in heads), "records") as advance:
+                header = merge_parts(index, spec, tasks, heads, parts, energon, advance)
             directory.remove()
     except OSError as error:
         raise disk_error(index.parent, error) from error
@@ -302,7 +302,7 @@ def _make_parts(
 ) -> tuple[list[Mapping[str, Any]], int]:
     """Heads of all parts in order, and how many existed already."""
     heads: dict[str, Mapping[str, Any]] = {}
-    with progress("measuring", sum(task.nbytes for task in tasks), "B") as bar:
+    with progress("measuring", sum(task.nbytes for task in tasks), "B") as advance:
         missing: dict[str, ShardTask] = {}
         for task in tasks:
             found = find_part(directory, task)
@@ -310,7 +310,7 @@ def _make_parts(
                 missing[task.part] = task
             else:
                 heads[task.part] = found
-                bar.update(task.nbytes)
+                advance(task.nbytes)
         resumed = len(heads)
 
         # Starting a process takes longer than measuring a small shard.
@@ -318,7 +318,7 @@ def _make_parts(
         with closing(run(work, measure_shard, spec, workers=min(workers, len(missing)))) as done:
             for task, head in zip(missing.values(), done, strict=True):
                 heads[task.part] = head
-                bar.update(task.nbytes)
+                advance(task.nbytes)
     return [heads[task.part] for task in tasks], resumed
 
 
@@ -376,9 +376,9 @@ def join_indexes(
     spec = IndexSpec(output=target, encoder=encoder, invalid=invalid, folder=folder_of(indexes[0]))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with progress("writing the index", sum(head["records"] for head in heads), "records") as bar:
+        with progress("writing the index", sum(head["records"] for head in heads), "records") as advance:
             parts = (part for index in indexes for part in _parts(index))
-            joined = merge_parts(target, spec, tasks, heads, parts, None, bar.update)
+            joined = merge_parts(target, spec, tasks, heads, parts, None, advance)
     except OSError as error:
         raise disk_error(target.parent, error) from error
     return summary_of(joined, target, tasks, heads, seconds=time.monotonic() - begin)

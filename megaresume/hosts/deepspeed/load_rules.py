@@ -36,7 +36,6 @@ from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.manifest import (
     FileEntry,
     Manifest,
-    Progress,
     checksum_files,
     file_entry,
     list_files,
@@ -46,6 +45,7 @@ from megaresume.checkpoint.records.sealed import read_record, rows, seal, text
 from megaresume.checkpoint.system import Topology
 from megaresume.files import delete_soon, leftover_name, read_file
 from megaresume.stream.errors import CheckpointError, counted
+from megaresume.stream.progress import Progress
 
 #: suffix of a universal checkpoint's name; its seal within it, and the format of that.
 SUFFIX = "_universal"

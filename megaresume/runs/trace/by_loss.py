@@ -7,7 +7,7 @@ which document that is. If a sample was trained again after a kill, the later lo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from megaresume.runs.trace.documents import Decoder
 from megaresume.runs.trace.trace import Trace, TracePiece
 from megaresume.stream.errors import CheckpointError, listed
 from megaresume.stream.kernel import DOCUMENT, SEGMENT_WIDTH, SOURCE
+from megaresume.stream.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +53,7 @@ class ByLoss(Answer):
     documents: Sequence[RankedDocument]
 
 
-def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Callable[[int], object]) -> ByLoss:
+def rank_by_loss(trace: Trace, first: int, stop: int, most: int, *, progress: Progress) -> ByLoss:
     """Rank the documents in samples ``first .. stop``.
 
     Args:

@@ -36,7 +36,7 @@ from megaresume.runs.trace.images import ImagesWritten, write_images
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
 from megaresume.stream.errors import UsageError, visible
-from megaresume.stream.progress import progress
+from megaresume.stream.progress import Progress, progress
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -174,13 +174,13 @@ def _samples(args: argparse.Namespace, trace: Trace) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Callable[[int], object]]:
+def _progress(what: str, total: int, *, to_file: bool = False) -> Iterator[Progress]:
     """Show progress on standard error, unless the output goes to the same terminal."""
     if sys.stdout.isatty() and not to_file:
         yield lambda samples: None
         return
-    with progress(what, total, "samples") as bar:
-        yield bar.update
+    with progress(what, total, "samples") as advance:
+        yield advance
 
 
 def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], first: int, stop: int) -> None:

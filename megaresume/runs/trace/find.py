@@ -7,7 +7,7 @@ the newest state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count, groupby
 from typing import Literal
@@ -22,6 +22,7 @@ from megaresume.stream.errors import StreamExhausted, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH
 from megaresume.stream.left_out import DocumentSkip
 from megaresume.stream.order import SourceOrder
+from megaresume.stream.progress import Progress
 from megaresume.stream.state import StreamState
 
 Status = Literal["trained", "partly trained", "waiting", "left out", "to come", "not planned", "never"]
@@ -118,7 +119,7 @@ def find(
     *,
     epochs: int | None = None,
     until_sample: int | None = None,
-    progress: Callable[[int], object] = lambda samples: None,
+    progress: Progress = lambda samples: None,
 ) -> list[Sought]:
     """Search for documents.
 
@@ -238,7 +239,7 @@ def _skipped(trace: Trace, name: str, document: int, epoch: int) -> list[Documen
 def _look_back(
     trace: Trace,
     past: list[tuple[Point | None, _Target]],
-    progress: Callable[[int], object],
+    progress: Progress,
     stop: int | None = None,
 ) -> None:
     """Occurrences that were drawn: each bracket of two states is planned once for all of them."""
@@ -250,9 +251,7 @@ def _look_back(
         _scan(trace, [target for _, target in group], first, stop, None, progress)
 
 
-def _look_ahead(
-    trace: Trace, targets: list[_Target], until_sample: int | None, progress: Callable[[int], object]
-) -> None:
+def _look_ahead(trace: Trace, targets: list[_Target], until_sample: int | None, progress: Progress) -> None:
     state = trace.history.state
     if until_sample is None or until_sample > state.samples:
         _scan(trace, targets, state.samples, until_sample, state, progress, later=until_sample is not None)
@@ -264,7 +263,7 @@ def _scan(
     first: int,
     stop: int | None,
     start: StreamState | None,
-    progress: Callable[[int], object],
+    progress: Progress,
     *,
     later: bool = False,
 ) -> None:

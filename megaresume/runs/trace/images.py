@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +30,7 @@ from megaresume.runs.answer import Answer
 from megaresume.runs.trace.documents import Shown, of_stage, show
 from megaresume.runs.trace.trace import Trace, TracePiece
 from megaresume.stream.errors import CheckpointError, UsageError, listed
+from megaresume.stream.progress import Progress
 
 FORMAT, VERSION = "megaresume.images", 1
 LIST, PAGE = "images.jsonl", "index.html"
@@ -104,7 +105,7 @@ def write_images(
     stop: int,
     *,
     augmented: bool = False,
-    progress: Callable[[int], object] = lambda samples: None,
+    progress: Progress = lambda samples: None,
 ) -> ImagesWritten:
     """Write the pictures in samples ``first .. stop``.
 

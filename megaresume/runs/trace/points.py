@@ -6,7 +6,7 @@ that have changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from megaresume.runs.trace.replan import Replan
 from megaresume.stream.config import StreamConfig
 from megaresume.stream.errors import CheckpointError, CorpusError, MegaresumeError, UsageError
 from megaresume.stream.fields import comparable
+from megaresume.stream.progress import Progress
 from megaresume.stream.source import LengthSource, check_fingerprint
 from megaresume.stream.state import SourceCursor, StreamState
 from megaresume.stream.stream import Stream
@@ -68,7 +69,7 @@ class CheckedPoint:
 
 
 def check_points(
-    stream: Stream, recorded: Iterable[RecordedPoint], *, progress: Callable[[int], object] = lambda samples: None
+    stream: Stream, recorded: Iterable[RecordedPoint], *, progress: Progress = lambda samples: None
 ) -> Iterator[CheckedPoint]:
     """Check recorded points in the order of their samples.
 
@@ -99,7 +100,7 @@ def check_all(
     recorded: Iterable[RecordedPoint],
     state: StreamState,
     sources: Mapping[str, LengthSource],
-    progress: Callable[[int], object],
+    progress: Progress,
 ) -> tuple[list[CheckedPoint], list[str]]:
     """Check every recorded point against a stream planned from sample 0. Describes abandoned branches in words.
 
@@ -123,7 +124,7 @@ def check_all(
 
 
 def check_between(
-    recorded: Iterable[RecordedPoint], replan: Replan, first: int, stop: int, progress: Callable[[int], object]
+    recorded: Iterable[RecordedPoint], replan: Replan, first: int, stop: int, progress: Progress
 ) -> Iterator[CheckedPoint]:
     """Check the recorded points from sample ``first`` to ``stop``, planned from the nearest state before them.
 

@@ -16,7 +16,7 @@ content    the tokens and pixels that were handed out, if the corpora are read t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,7 @@ from megaresume.stream.dealing import deal
 from megaresume.stream.errors import CorpusError, MegaresumeError, StateError, UsageError
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate
+from megaresume.stream.progress import Progress
 
 if TYPE_CHECKING:
     from megaresume.batches.assemble import Assembler
@@ -221,7 +222,7 @@ def check_ranks(
     first: int,
     stop: int,
     content: bool = False,
-    progress: Callable[[int], object] = lambda steps: None,
+    progress: Progress = lambda steps: None,
 ) -> RankCheck:
     """Check every line of the steps ``first .. stop``.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +26,7 @@ from megaresume.stream.config import StreamConfig, resolved
 from megaresume.stream.errors import CheckpointError, ConfigError, StreamExhausted, UsageError
 from megaresume.stream.order import Orders
 from megaresume.stream.planner import Plan, Planner, orders_of
+from megaresume.stream.progress import Progress
 from megaresume.stream.skips import trained
 from megaresume.stream.source import AbsentSource, LengthSource, check_fingerprint, fingerprint_of, may_be_cut
 from megaresume.stream.stages import Course
@@ -162,7 +163,7 @@ class Replan:
         stop: int | None,
         *,
         start: StreamState | None = None,
-        progress: Callable[[int], object] = lambda samples: None,
+        progress: Progress = lambda samples: None,
         left_out: bool = False,
     ) -> Iterator[Planned]:
         """Plan samples ``first .. stop`` in order, in blocks of one stage.

@@ -10,7 +10,7 @@ describe    from the record itself: its key, and every image with its size and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from megaresume.stream.dealing import dealt_order
 from megaresume.stream.errors import CorpusError, StreamExhausted
 from megaresume.stream.kernel import DOCUMENT, LENGTH, OFFSET, SOURCE
 from megaresume.stream.planner import Plan, concatenate
+from megaresume.stream.progress import Progress
 from megaresume.stream.skips import trained
 from megaresume.stream.source import LengthSource
 
@@ -298,9 +299,7 @@ class Trace:
         state = self.history.before(first)
         return stop - (0 if state is None else state.samples)
 
-    def pieces(
-        self, first: int, stop: int, *, progress: Callable[[int], object] = lambda samples: None
-    ) -> Iterator[TracePiece]:
+    def pieces(self, first: int, stop: int, *, progress: Progress = lambda samples: None) -> Iterator[TracePiece]:
         """Samples ``first .. stop``, in order, some thousands at a time.
 
         Raises:

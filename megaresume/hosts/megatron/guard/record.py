@@ -308,10 +308,10 @@ def array_digest(array: Array, what: str) -> str:
     if held is not None and held[0]() is array:
         return held[1]
     hasher = xxhash.xxh3_64(repr(array.shape).encode())
-    with progress(f"hash {what}", array.size, "entries") as shown:
+    with progress(f"hash {what}", array.size, "entries") as advance:
         for chunk in _chunks(array):
             hasher.update(np.ascontiguousarray(chunk, "<i8").data)
-            shown.update(chunk.size)
+            advance(chunk.size)
     digest = hasher.hexdigest()
     if key is not None:
         _memo[key] = digest
