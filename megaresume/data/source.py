@@ -39,6 +39,7 @@ from megaresume.stream.state import Fingerprint
 
 if TYPE_CHECKING:
     from megaresume.encoding.images.document import EncodedDocument, Key
+    from megaresume.encoding.images.encoder import ImageTextEncoder
 
 
 @runtime_checkable
@@ -81,18 +82,6 @@ class TokenSource(Source, Protocol):
         """Where each document starts in `token_view`: int64[n] to int64[n], in tokens."""
 
 
-class VisionEncoder(Protocol):
-    """The encoder of a `DocumentSource`, with what loading must know before the first image is read."""
-
-    @property
-    def image_token_id(self) -> int:
-        """The token that marks the positions of image features."""
-
-    @property
-    def pixel_shape(self) -> tuple[int, ...]:
-        """The shape of a tile or patch: ``EncodedImage.pixels`` without its first axis; the same for every image."""
-
-
 @runtime_checkable
 class DocumentSource(Source, Protocol):
     """A source of image-text documents, which are always read whole."""
@@ -102,7 +91,7 @@ class DocumentSource(Source, Protocol):
         """True: its documents must not be cut."""
 
     @property
-    def encoder(self) -> VisionEncoder:
+    def encoder(self) -> ImageTextEncoder:
         """The encoder that makes its documents."""
 
     def encoded(self, i: int, key: Key) -> EncodedDocument:

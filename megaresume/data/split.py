@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -29,18 +29,20 @@ from megaresume.data.source import (
     DocumentSource,
     Source,
     TokenSource,
-    VisionEncoder,
     Windows,
     hash_tokens,
     is_document_source,
     scan_fingerprint,
 )
 from megaresume.data.spans import Spans, spans_of
-from megaresume.encoding.images.document import EncodedDocument, Key
 from megaresume.stream.arrays import Int64Array
 from megaresume.stream.errors import ConfigError, CorpusError
 from megaresume.stream.source import LongDocuments, find_long
 from megaresume.stream.state import Fingerprint
+
+if TYPE_CHECKING:
+    from megaresume.encoding.images.document import EncodedDocument, Key
+    from megaresume.encoding.images.encoder import ImageTextEncoder
 
 Part = Literal["train", "valid", "test"]
 PARTS = cast(tuple[Part, ...], get_args(Part))
@@ -232,7 +234,7 @@ class DocumentRangeSource(PlacedRangeSource):
         return found
 
     @property
-    def encoder(self) -> VisionEncoder:
+    def encoder(self) -> ImageTextEncoder:
         """The encoder that makes its documents."""
         return self.source.encoder
 
