@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,6 +72,8 @@ class Objects:
                     else "the objects: megaresume.attach({'model': model, 'optimizer': optimizer}, loader)",
                 )
         self.modules = {n: one for n, one in objects.items() if isinstance(one, torch.nn.Module)}
+        for name, module in self.modules.items():
+            _check_module(name, module)
         optimizers = {n: one for n, one in objects.items() if isinstance(one, torch.optim.Optimizer)}
         for name, one in optimizers.items():
             _check_optimizer(name, one)
@@ -294,6 +297,18 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
 def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     on_all_ranks(lambda: objects.check_names(rest))
     return rest
+
+
+def _check_module(name: str, module: torch.nn.Module) -> None:
+    """Refuse parameters that have no shape yet: a start could save them later, and the next one not load them."""
+    named = chain(module.named_parameters(), module.named_buffers())
+    if lazy := [key for key, one in named if torch.nn.parameter.is_lazy(one)]:
+        raise UsageError(
+            f"'{name}' cannot be saved and loaded",
+            found=f"{listed(lazy, 4)}, which the first forward pass initializes",
+            expected="parameters and buffers with shapes",
+            action="call the model once with an example, collate_fn([dataset[0]]), before the optimizer is made",
+        )
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:

@@ -163,8 +163,9 @@ def warn_of_forgotten(
 
 
 class Beginning:
-    """The schedulers of this process, and its modules that are in no checkpoint, as they are when a start begins its
-    first step, to tell which of them are changed by steps. Searches all objects, in 50 ms, and keeps none alive.
+    """The schedulers of this process, and its modules and averages of weights that are in no checkpoint, as they are
+    when a start begins its first step, to tell which of them are changed by steps. Searches all objects, in 50 ms, and
+    keeps none alive.
 
     Args:
         modules: those in a checkpoint.
@@ -178,9 +179,11 @@ class Beginning:
         parts = {id(part): part for module in held for part in module.modules()}
         shared = {_storage(tensor) for part in parts.values() for tensor in _tensors(part)}
         others = [one for one in living if not _is_scheduler(one) and id(one) not in parts]
+        shapes = {_of(tensor, "shape") for part in parts.values() for tensor in _tensors(part)}
+        others += [one for one in _living_with_states() if _is_average(one, shapes)]
         inner = {id(child) for one in others for child in (_of(one, "_modules") or {}).values()}
-        #: Each module with its submodules and a few of their values.
-        self._modules = [
+        #: Each module or average with its parts and a few of their values.
+        self._holders = [
             (weakref.ref(one), [(weakref.ref(part), _glimpse(part, shared)) for part in _modules(one)])
             for one in others
             if id(one) not in inner
@@ -193,16 +196,19 @@ class Beginning:
         return [one for one in living if _is_scheduler(one) and _steps_of(one) != before.get(id(one), 0)]
 
     def changed(self) -> list[Any]:
-        """The modules that were changed since and are not part of another one."""
+        """The modules and averages that were changed since and are not part of another one."""
         return [
             one
-            for ref, parts in self._modules
+            for ref, parts in self._holders
             if (one := ref()) is not None
             and any((part := of()) is not None and _glimpse(part, self._shared) != was for of, was in parts)
         ]
 
 
-def _modules(one: Any) -> list[torch.nn.Module]:
+def _modules(one: Any) -> list[Any]:
+    """A module with all within it; an average alone."""
+    if not issubclass(type(one), torch.nn.Module):
+        return [one]
     try:
         return list(one.modules())
     except Exception:  # noqa: BLE001 (half-made)
@@ -210,7 +216,9 @@ def _modules(one: Any) -> list[torch.nn.Module]:
 
 
 def _tensors(part: Any) -> list[torch.Tensor]:
-    """A module's own tensors, of those in its state."""
+    """A module's own tensors, of those in its state; those in the lists of an average."""
+    if not issubclass(type(part), torch.nn.Module):
+        return [one for row in _rows(part) for one in row]
     passing = _of(part, "_non_persistent_buffers_set") or ()
     buffers = {name: one for name, one in (_of(part, "_buffers") or {}).items() if name not in passing}
     return [
@@ -218,6 +226,24 @@ def _tensors(part: Any) -> list[torch.Tensor]:
         for one in (*(_of(part, "_parameters") or {}).values(), *buffers.values())
         if isinstance(one, torch.Tensor) and not one.is_meta
     ]
+
+
+def _rows(one: Any) -> list[list[torch.Tensor]]:
+    """The lists of tensors, and mappings to tensors, that an object has as attributes."""
+    values = (_of(one, "__dict__") or {}).values()
+    rows = [list(value.values()) if isinstance(value, dict) else value for value in values]
+    return [list(row) for row in rows if _is_row(row)]
+
+
+def _is_row(row: Any) -> bool:
+    is_list = issubclass(type(row), (list, tuple)) and bool(row)
+    return is_list and all(issubclass(type(one), torch.Tensor) and not one.is_meta for one in row)
+
+
+def _is_average(one: Any, shapes: set[Any]) -> bool:
+    """Whether an object lists tensors that have the shapes of parameters: diffusers' and torch_ema's averages are no
+    modules."""
+    return any(shapes.issuperset(_of(tensor, "shape") for tensor in row) for row in _rows(one))
 
 
 def _storage(tensor: torch.Tensor) -> Any:
@@ -345,6 +371,22 @@ def _of(one: Any, name: str) -> Any:
         return getattr(one, name, None)
     except Exception:  # noqa: BLE001
         return None
+
+
+def _living_with_states() -> list[Any]:
+    """All objects that can be saved, and are not of torch's kinds."""
+    kinds: dict[type, bool] = {}
+    found = []
+    for one in gc.get_objects():
+        kind = type(one)
+        if kind not in kinds:
+            methods = (_of(kind, name) for name in ("state_dict", "load_state_dict"))
+            kinds[kind] = all(map(callable, methods)) and not issubclass(
+                kind, (torch.nn.Module, torch.optim.Optimizer, torch.amp.GradScaler, *_SCHEDULERS)
+            )
+        if kinds[kind]:
+            found.append(one)
+    return found
 
 
 def _living(*classes: type) -> list[Any]:

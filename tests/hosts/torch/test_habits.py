@@ -463,6 +463,7 @@ def test_what_is_fine(directory: Path, tried: Tried) -> None:
         ({"objects": {"optimizers": [3]}}, r"list(.|\n)*'optimizers 0': optimizers\[0\]"),
         ({"objects": {"megaresume": torch.nn.Linear(1, 1)}}, "under another name"),
         ({"objects": {}}, "no model to save"),
+        ({"objects": {"m": torch.nn.LazyLinear(1)}}, r"found: *weight, bias, which the first forward"),
         ({"objects": {"m": torch.nn.Linear(1, 1), "o": torch.optim.SGD([torch.ones(1)])}}, "no single module of"),
         ({"loader": torch.utils.data.DataLoader(Numbers())}, "a loader of megaresume's"),
         ({"loader": Numbers()}, "a loader of megaresume's"),

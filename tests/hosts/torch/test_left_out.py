@@ -231,11 +231,12 @@ class Proxy:
 
 
 def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    others = [HalfScheduler(), HalfOptimizer(), HalfAverage(), Proxy()]
+    others: list[Any] = [HalfScheduler(), HalfOptimizer(), HalfAverage(), Proxy()]
     run = Run(tmp_path)
     owner = Numbers()
     gone = weakref.proxy(owner)
     run.objects["model"].owner = run.objects["optimizer"].owner = gone
+    others.append(torch.nn.Sequential(torch.nn.LazyLinear(2)))
     run.objects["other"] = SimpleNamespace(gone=[gone], state_dict=dict, load_state_dict=print)
     del owner
     run.attach()
@@ -243,7 +244,7 @@ def test_objects_that_are_of_no_interest(tmp_path: Path, capfd: pytest.CaptureFi
     run.step_and_save()
     next(iter(run.loop))
     run.loop.close()
-    assert len(others) == 4 and "WARNING" not in capfd.readouterr().out
+    assert len(others) == 5 and "WARNING" not in capfd.readouterr().out
 
 
 def test_what_was_trained_is_let_go(tmp_path: Path) -> None:
@@ -339,6 +340,48 @@ def test_modules_that_steps_change_are_named(tmp_path: Path, given: bool, capfd:
     said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
     assert len(said) == (not given)
     assert given or "the state of tests.hosts.torch.test_left_out.Center, torch.nn.modules.container.Seq" in said[0]
+
+
+class Average:
+    """As torch_ema's and diffusers': no module."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.shadow = [one.detach().clone() for one in parameters]
+        self.names = ["weight", "bias"]
+
+    def update(self, parameters: Any) -> None:
+        for average, one in zip(self.shadow, parameters, strict=True):
+            average.lerp_(one.detach(), 0.1)
+
+    def state_dict(self) -> Any:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.shadow = state["shadow"]
+
+
+@pytest.mark.parametrize("given", ["", "itself", "a method", "not updated"])
+def test_an_average_that_is_no_module(tmp_path: Path, given: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path)
+    model = run.objects["model"]
+    average = Average(model.parameters())
+    if given == "itself":
+        run.objects["average"] = average
+    elif given == "a method":
+        run.objects["average"] = SimpleNamespace(state_dict=average.state_dict, load_state_dict=average.load_state_dict)
+    run.attach()
+    run.loop.load()
+    model(next(iter(run.loop)).float()).mean().backward()
+    run.objects["optimizer"].step()
+    if given != "not updated":
+        average.update(model.parameters())
+    run.loop.stepped()
+    capfd.readouterr()
+    run.loop.save()
+    run.loop.close()
+    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert len(said) == (not given)
+    assert given or "the state of tests.hosts.torch.test_left_out.Average: each" in said[0]
 
 
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
