@@ -40,7 +40,7 @@ from megaresume.checkpoint.host import (
     seed_of,
     without_state,
 )
-from megaresume.checkpoint.load.choose import choose
+from megaresume.checkpoint.load.choose import check_not_root, choose
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import release, take
 from megaresume.checkpoint.metrics.clocks import Clocks
@@ -268,10 +268,13 @@ class Session:
         return chooser.choose(load_dir, pick, damaged or {})
 
     def exactly(self, tag_dir: Path) -> Pick:
-        """A pick for `load` and `choose` that requires this checkpoint."""
-        return lambda _shared, damaged: choose(
-            tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged
-        )
+        """A pick for `load` and `choose` that requires this checkpoint. It raises a UsageError for a root."""
+
+        def pick(_shared: Any, damaged: Any) -> Choice | None:
+            check_not_root(tag_dir)
+            return choose(tag_dir.parent, tag=tag_dir.name, checksums=self.checksums, damaged=damaged)
+
+        return pick
 
     def accept(self, choice: Choice, beside: StepFile | None, read: Restored) -> None:
         """Accept what was read as the point to resume from.

@@ -438,7 +438,7 @@ class TransformersHost(TrainerHost):
                 found=f"{path}: {type(error).__name__}: {error}",
                 expected="what the Trainer writes last",
                 cause="the save was killed, and the checkpoint was written without megaresume",
-                action="delete this checkpoint: megaresume latest shows the newest that is complete",
+                action=f"resume from the one that megaresume latest {choice.load_dir} names",
             ) from error
         envelope = None if within is None else Envelope.read(within)
         if envelope is not None:

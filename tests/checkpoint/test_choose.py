@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megaresume.checkpoint.load.choose import choose, confirm_choice
+from megaresume.checkpoint.load.choose import check_not_root, choose, confirm_choice
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import write_step_file
 from megaresume.checkpoint.records.names import step_path
@@ -84,6 +84,16 @@ def test_a_file_or_a_tag_directory_is_bad_usage(root: Path) -> None:
         choose(root / "latest")
     with pytest.raises(UsageError, match="tag directory, not a checkpoint root"):
         choose(root / "global_step10")
+
+
+def test_a_root_in_the_place_of_a_checkpoint_is_bad_usage(root: Path) -> None:
+    with pytest.raises(UsageError, match="directory of checkpoints, not a checkpoint") as refused:
+        check_not_root(root)
+    assert refused.value.action is not None and f"load {root / 'global_step30'}" in refused.value.action
+    inside = root / "global_step30"
+    (inside / "global_step30").mkdir()  # as in Hugging Face's checkpoint of a DeepSpeed engine
+    for directory in (inside, root / "global_step99", root.parent):
+        check_not_root(directory)
 
 
 # -- walking back

@@ -20,7 +20,7 @@ from megaresume.checkpoint.load.search import Choice, Rejected, Search
 from megaresume.checkpoint.records.branches import saves_given_up
 from megaresume.checkpoint.records.candidates import list_candidates, run_of
 from megaresume.checkpoint.records.ledger import read_ledger
-from megaresume.checkpoint.records.names import check_tag, ledger_path, split_root, step_path
+from megaresume.checkpoint.records.names import check_tag, ledger_path, records_dir, split_root, step_path
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.stream.errors import CheckpointError, NewerFormatError, StateError, UsageError
 from megaresume.stream.progress import Progress
@@ -77,6 +77,20 @@ def _check_root(root: Path) -> None:
             found=str(root),
             expected=f"the directory that holds it: {real_root}",
             action=f"load from {real_root}, with the tag {tag} if it must be exactly that one",
+        )
+
+
+def check_not_root(tag_dir: Path) -> None:
+    """Raise a UsageError if what is named as a checkpoint is a directory of checkpoints."""
+    if split_root(tag_dir)[1] is not None or not records_dir(tag_dir).is_dir():
+        return
+    inside = next((candidate.tag for candidate in list_candidates(tag_dir) if candidate.has_dir), None)
+    if inside is not None:
+        raise UsageError(
+            "this is a directory of checkpoints, not a checkpoint",
+            found=str(tag_dir),
+            expected=f"one of those in it, as {tag_dir / inside}",
+            action=f"load {tag_dir / inside}, or another that megaresume inspect {tag_dir} shows",
         )
 
 

@@ -170,6 +170,8 @@ def test_max_steps_and_a_checkpoint_by_its_path(tmp_path: Path, order: list[int]
     options = {"per_device_train_batch_size": 4, "max_steps": 20}
     run(output, **options)
     assert items(trained(output)) == order[:160]
+    with pytest.raises(UsageError, match="directory of checkpoints, not a checkpoint"):
+        run(output, attempt=2, resume=str(output), **options)
     trainer = run(output, attempt=2, resume=str(output / "checkpoint-5"), **options | {"max_steps": 14})
     assert trainer.state.global_step == 14
     assert items(trained(output)) == order[:112]
