@@ -104,7 +104,9 @@ class Objects:
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
         named = self.named()
-        of_optimizers = {name: state for name, one in named.items() if (state := one.state()) is not None}
+        of_optimizers = on_all_ranks(
+            lambda: {n: state for n, one in named.items() if (state := one.state()) is not None}
+        )
         parts = {name: apart(state, named[name]) for name, state in of_optimizers.items()}
         blobs = on_all_ranks(lambda: {name: _packed(name, rest) for name, (_, rest) in parts.items()})
         if full:

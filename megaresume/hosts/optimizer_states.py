@@ -18,7 +18,14 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_with_path, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 from megaresume.checkpoint.ranks import gather
 from megaresume.hosts.attach import kind_of
@@ -135,11 +142,13 @@ def joined(parts: Iterable[State]) -> State:
     result: State = {}
     for part in parts:
         states = {**part["state"], **result.get("state", {})}
+        before = result.get("param_groups", [])
+        members = [group["params"] for group in before]
         result = {
             **part,
             **result,
             "state": states,
-            "param_groups": result.get("param_groups", []) + part["param_groups"],
+            "param_groups": before + [group for group in part["param_groups"] if group["params"] not in members],
         }
     return result
 
@@ -172,7 +181,7 @@ def shards_of(state: State, named: Named) -> dict[str, Any]:
 
 
 def spread(state: State, named: Named, shards: Mapping[str, Any]) -> State:
-    """Shard the tensors of an unsharded state like today's parameters. Collective.
+    """Copy an unsharded state out of the file it is mapped from, sharded like today's parameters. Collective.
 
     Args:
         state: with this rank's parameters only.
@@ -181,10 +190,10 @@ def spread(state: State, named: Named, shards: Mapping[str, Any]) -> State:
     """
 
     def sharded(one: Any, key: str, parameter: torch.Tensor | None) -> Any:
-        if not isinstance(one, torch.Tensor) or parameter is None:
+        if not isinstance(one, torch.Tensor):
             return one
-        places = _places(tuple(one.shape), shards.get(key), parameter)
-        return one if places is None else _distributed(one, *places).to(parameter.device)
+        places = None if parameter is None else _places(tuple(one.shape), shards.get(key), parameter)
+        return one.clone() if places is None or parameter is None else _distributed(one, *places).to(parameter.device)
 
     return _mapped(sharded, state, named.parameters)
 
@@ -237,9 +246,12 @@ def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> 
     """
     numbers = {name: i for i, name in enumerate(named.names)}
     groups = []
-    for names, group in zip(named.groups, named.optimizer.param_groups, strict=True):
+    for i, (names, group) in enumerate(zip(named.groups, named.optimizer.param_groups, strict=True)):
         of_names = [one for one in state["param_groups"] if not set(names).isdisjoint(one["params"])]
-        saved = {key: _on(group.get(key), one) for key, one in of_names[0].items() if key != "param_names"}
+        if not names:  # it is known by its place alone
+            of_names = [one for one in state["param_groups"][i : i + 1] if not one["params"]]
+        options = of_names[0] if of_names else {}
+        saved = {key: _on(group.get(key), one) for key, one in options.items() if key != "param_names"}
         groups.append({**group, **saved, "params": [numbers[name] for name in names]})
     states = {numbers.get(key, key): one for key, one in state["state"].items()}
     with_numbers = {**state, "state": states, "param_groups": groups}
@@ -283,8 +295,8 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
     """
     wanted, form = tree_flatten(saved)
     found = tree_leaves(loaded)
-    if len(wanted) != len(found):
-        return loaded  # the optimizer's format is its own
+    if _paths(saved) != _paths(loaded):
+        return loaded  # the optimizer's format is its own, or a hook has changed it
 
     def chosen(want: Any, has: Any) -> Any:
         if not isinstance(want, torch.Tensor) or not isinstance(has, torch.Tensor):
@@ -292,6 +304,10 @@ def _as_saved(saved: Any, loaded: Any) -> Any:
         return has if has.dtype == want.dtype else want.to(has.device)
 
     return tree_unflatten([chosen(*both) for both in zip(wanted, found, strict=True)], form)
+
+
+def _paths(state: Any) -> list[str]:
+    return [keystr(path) for path, _ in tree_flatten_with_path(state)[0]]
 
 
 def _other_groups(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mapping[str, str]) -> str:
@@ -314,12 +330,19 @@ def _options(group: Mapping[str, Any]) -> str:
 
 
 def _mapped(function: Callable[..., Any], state: State, parameters: Mapping[str, torch.Tensor]) -> State:
-    """Map the leaves of a state with ``function(leaf, key, parameter or None)``."""
+    """Map the leaves of a state with ``function(leaf, key, parameter or None)``. A tensor that is in several places
+    remains one.
+    """
+    tensors: dict[int, Any] = {}
 
     def of_leaf(path: Sequence[Any], leaf: Any) -> Any:
         words = [str(getattr(word, "key", getattr(word, "idx", word))) for word in path]
         parameter = parameters.get(words[1]) if words[0] == "state" and len(words) > 1 else None
-        return function(leaf, ".".join(words), parameter)
+        if not isinstance(leaf, torch.Tensor) and not _is_slot(leaf):
+            return function(leaf, ".".join(words), parameter)
+        if id(leaf) not in tensors:
+            tensors[id(leaf)] = function(leaf, ".".join(words), parameter)
+        return tensors[id(leaf)]
 
     result: State = tree_map_with_path(of_leaf, state, is_leaf=_is_slot)
     return result

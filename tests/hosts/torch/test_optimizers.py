@@ -16,6 +16,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import megaresume
 from megaresume import Checkpoints
+from megaresume.hosts.optimizer_states import joined
 from megaresume.stream.errors import StateError, UsageError
 from tests.hosts.torch.program import Numbers
 
@@ -236,6 +237,68 @@ def test_what_optimizers_keep(tmp_path: Path, writer: str, optimizer: Any) -> No
         run.loop.save()
         run.loop.close()
     assert losses == expected
+
+
+class Together(torch.optim.Optimizer):
+    """One count, in the states of all parameters."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        if not self.state:
+            count = torch.tensor(0.0)
+            for one in parameters:
+                self.state[one]["count"] = count
+        self.state[parameters[0]]["count"] += 1
+        for one in parameters:
+            if one.grad is not None:
+                one.sub_(one.grad, alpha=0.1 / self.state[one]["count"].item())
+
+
+def with_an_empty_group(groups: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([*groups, {"params": [], "lr": 0.3}], lr=lr)
+
+
+def with_other_names_in_its_state(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """By hooks of the user's."""
+
+    def renamed(state: Any, old: str, new: str) -> Any:
+        states = {i: {new if key == old else key: v for key, v in one.items()} for i, one in state["state"].items()}
+        return {**state, "state": states}
+
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer.register_state_dict_post_hook(lambda _, state: renamed(state, "exp_avg", "mean"))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: renamed(state, "mean", "exp_avg"))
+    return optimizer
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize("optimizer", [Together, with_an_empty_group, with_other_names_in_its_state])
+def test_unusual_ones(tmp_path: Path, writer: str, optimizer: Any) -> None:
+    whole = Run(tmp_path / "whole", writer, optimizer)
+    expected = whole.train(END)
+    whole.loop.close()
+    run = Run(tmp_path / "parts", writer, optimizer)
+    losses = run.train(SECOND_HEAD + 2)
+    run.optimizer.param_groups[0]["seen"] = True
+    run.optimizer.param_groups[-1]["seen"] = True
+    run.loop.save()
+    run.loop.close()
+    run = Run(tmp_path / "parts", writer, optimizer)
+    run.loop.load()
+    assert run.optimizer.param_groups[0]["seen"] and run.optimizer.param_groups[-1]["seen"]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text(), "the state lies in the file of the checkpoint"
+    assert losses + run.train(END) == expected
+    run.loop.close()
+
+
+def test_an_option_that_differs_by_rank() -> None:
+    states = [{"state": {}, "param_groups": [{"params": ["a"], "rank": rank}]} for rank in range(2)]
+    states.append({"state": {}, "param_groups": [{"params": ["b"], "rank": 2}]})
+    assert joined(states)["param_groups"] == [{"params": ["a"], "rank": 0}, {"params": ["b"], "rank": 2}]
 
 
 class Sums(torch.optim.Optimizer):
