@@ -50,8 +50,9 @@ def _plain(value: Any) -> str:
 
 def _hash_into(hasher: Any, value: Any) -> None:
     if isinstance(value, Mapping):
-        hasher.update(f"mapping {len(value)}:".encode())
-        for key in sorted(value, key=str):
+        keys = sorted(value.keys(), key=str)  # a TensorDict's own iteration and length are those of its rows
+        hasher.update(f"mapping {len(keys)}:".encode())
+        for key in keys:
             _hash_into(hasher, str(key))
             _hash_into(hasher, value[key])
     elif isinstance(value, list | tuple):

@@ -82,11 +82,11 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         UsageError: no weights, or not map-style.
         ConfigError: an unknown option of a dataset.
     """
-    if not isinstance(dataset, Mapping):
+    if not isinstance(dataset, Mapping) or _has_items_by_number(dataset):
         check_map_style(dataset, ONLY)
         return {ONLY: (dataset, {"weight": 1})}
     pairs = {name: value for name, value in dataset.items() if isinstance(value, tuple) and len(value) == 2}
-    if not dataset or len(pairs) != len(dataset):
+    if len(dataset) == 0 or len(pairs) != len(dataset):
         raise UsageError(
             "datasets without weights",
             found=", ".join(f"{name}: {type(value).__name__}" for name, value in dataset.items()) or "no dataset",
@@ -100,6 +100,15 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         check_keys(options, OF_A_DATASET, f"dataset '{name}'")
         datasets[name] = one, options
     return datasets
+
+
+def _has_items_by_number(dataset: Mapping[Any, Any]) -> bool:
+    """Whether a mapping is a dataset by itself, as a TensorDict is: it has items by number too."""
+    try:
+        dataset[0]
+    except Exception:  # noqa: BLE001 (it is a class of another library)
+        return False
+    return True
 
 
 def sources_of(

@@ -15,7 +15,7 @@ import pickle
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -388,6 +388,42 @@ def test_a_dataset_that_reads_many_at_once(order: list[int]) -> None:
     dataset.lost = 1
     with pytest.raises(CorpusError, match="a different number of items"):
         next(iter(megaresume.DataLoader(dataset, 4)))
+
+
+class Table(Mapping[Any, Any]):
+    """Columns by name, and rows by number, as in a TensorDict: it is a mapping, and a dataset by itself."""
+
+    def __init__(self, columns: dict[str, torch.Tensor]) -> None:
+        self.columns = columns
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.columns[key]
+        return Table({name: column[key] for name, column in self.columns.items()})
+
+    def __iter__(self) -> Any:
+        return iter([self[row] for row in range(len(self))])
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))  # a row has none: TypeError
+
+    def keys(self) -> Any:
+        return self.columns.keys()
+
+    def __bool__(self) -> bool:
+        raise RuntimeError("neither true nor false")
+
+
+def test_a_mapping_with_items_by_number_is_a_dataset(order: list[int]) -> None:
+    table = Table({"number": torch.arange(ITEMS), "twice": 2 * torch.arange(ITEMS)})
+    options: dict[str, Any] = {"batch_size": 4, "collate_fn": lambda rows: [int(row["number"]) for row in rows]}
+    loader = megaresume.DataLoader(table, max_epochs=1, **options)
+    batches = iter(loader)
+    first, state = next(batches), loader.state_dict()
+    assert [*first, *(number for batch in batches for number in batch)] == order[:ITEMS]
+    other = Table({"number": torch.arange(ITEMS), "twice": 3 * torch.arange(ITEMS)})
+    with pytest.raises(StateError, match="data"):
+        megaresume.DataLoader(other, max_epochs=1, **options).load_state_dict(state)
 
 
 def test_a_damaged_state_is_refused_and_the_loader_stays(order: list[int]) -> None:
