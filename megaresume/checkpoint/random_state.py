@@ -115,7 +115,7 @@ class RandomState:
                 self._put(self._due[1])
                 now |= self._due[1]
             elif self._saved is not None:
-                self._compare(self._saved, now, "save_checkpoint and the next step")
+                self._compare(self._saved, now, "a save and the next step")
         self._own_begun += 1
         RandomState._all_begun += 1
         self._begun, self._saved, self._first_out = (step, now), None, None
@@ -142,7 +142,8 @@ class RandomState:
             print(
                 f"megaresume: warning: random numbers were drawn between {between} "
                 f"({', '.join(drawn)}). A resume begins that step with the generators as they were saved: what the "
-                "model draws from these will differ. Evaluate before you save, or with generators of its own",
+                "model draws from these will differ. Evaluate before you save, or with generators of its own; a torch "
+                "DataLoader draws one number at each `for`, unless it has a generator=",
                 flush=True,
             )
 
@@ -155,7 +156,7 @@ class RandomState:
         for known in (self._begun, self._due):
             if known is not None and known[0] == self._iteration():
                 if is_untouched and known is self._begun and self._reading_draws is not None:
-                    self._compare(self._first_out or known[1], self._take(), "next(data) and save_checkpoint")
+                    self._compare(self._first_out or known[1], self._take(), "taking a batch and the save")
                 self._to_write = known[1]
                 return
         self._saved, self._others_then = self._take(), self._others_begun

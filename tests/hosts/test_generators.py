@@ -235,7 +235,7 @@ def test_draws_between_a_save_and_the_next_step_are_said_once(
             random.random()
     state.step_begins()
     out = capsys.readouterr().out
-    assert out.count("random numbers were drawn between save_checkpoint and the next step (python)") == 1
+    assert out.count("random numbers were drawn between a save and the next step (python)") == 1
 
 
 @pytest.mark.parametrize("reading", [False, True], ids=["quiet", "drawing"])
@@ -255,7 +255,7 @@ def test_draws_between_a_batch_and_a_save_are_said_and_those_of_reading_it_are_n
         state.at_save(is_untouched=True)
         torch.rand(1)  # training
     out = capsys.readouterr().out
-    assert out.count("random numbers were drawn between next(data) and save_checkpoint (torch)") == evaluates
+    assert out.count("random numbers were drawn between taking a batch and the save (torch)") == evaluates
     assert out.count("warning") == evaluates
 
 
