@@ -111,7 +111,7 @@ _CAUSES = {
     errno.EPERM: ("no permission to write there", "save to a directory that this user may write to"),
     errno.EIO: ("the device or the network filesystem fails", "look at the kernel log; save elsewhere"),
     errno.ESTALE: (
-        "a stale handle: the directory was replaced on its NFS server, or the server was started anew",
+        "a stale handle: the directory was replaced on its NFS server, or the server was restarted",
         "mount it again if this lasts; a node that has the old directory open writes into nothing",
     ),
     errno.ENOTDIR: (

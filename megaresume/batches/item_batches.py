@@ -81,7 +81,7 @@ def warn_of_generators(collate_fn: Callable[[list[Any]], Any]) -> None:
     """Warn of an object with its own generator, as transformers' collators have if given a ``seed``."""
     if own := list(_generators(collate_fn, _WRAPPERS)):
         log.warning(
-            "megaresume: collate_fn has a generator of its own (%s): what it draws is another thing after a resume; "
+            "megaresume: collate_fn has a generator of its own (%s): what it draws is different after a resume; "
             "leave it out, so that it draws from the generators of Python, NumPy or torch",
             ", ".join(own),
         )

@@ -142,7 +142,7 @@ class RandomState:
             print(
                 f"megaresume: warning: random numbers were drawn between {between} "
                 f"({', '.join(drawn)}). A resume begins that step with the generators as they were saved: what the "
-                "model draws from these will differ. Evaluate before you save, or with generators of its own; a torch "
+                "model draws from these will differ. Evaluate before you save, or with separate generators; a torch "
                 "DataLoader draws one number at each `for`, unless it has a generator=",
                 flush=True,
             )

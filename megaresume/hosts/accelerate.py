@@ -431,7 +431,7 @@ class AcceleratedLoop(StepLoop):
                 "all checkpoints of a run must be in one directory",
                 found=f"save_state({os.fspath(output_dir)!r})",
                 expected=f"a directory in {root}",
-                action="save_state() without a path; or Checkpoints(save_dir=...) of the directory that they lie in",
+                action="save_state() without a path; or Checkpoints(save_dir=...) with the directory that they are in",
             )
         return directory
 

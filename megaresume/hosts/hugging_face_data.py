@@ -139,7 +139,7 @@ def check_settings(trainer: Any) -> None:
         ),
         "optim": (
             (optim.endswith("layerwise") or optim == "adalomo") and optim,
-            "another optimizer: what this one keeps is in no checkpoint, so a resume would begin it anew",
+            "another optimizer: what this one keeps is in no checkpoint, so a resume would start it afresh",
         ),
         "load_best_model_at_end with save_total_limit": (
             args.load_best_model_at_end and args.save_total_limit is not None,

@@ -82,13 +82,13 @@ def check_schedulers(
     if beginning is not None:
         action = action if found else f"{action}; the same for every scheduler of the optimizer"
         found += [
-            f"{kind_of(_of(one, 'optimizer'))} with a {type(one).__name__} beside the scheduler that is saved,"
+            f"{kind_of(_of(one, 'optimizer'))} with a {type(one).__name__} in addition to the scheduler that is saved,"
             for one in beginning.stepped(living)
             if not _is_in(one, kept) and any(_of(one, "optimizer") is other for other in optimizers)
         ]
     if found:
         raise UsageError(
-            "a learning-rate scheduler would begin anew at each resume",
+            "a learning-rate scheduler would start afresh at each resume",
             found=f"{found[0]} that no checkpoint holds",
             expected="the scheduler in the checkpoint",
             action=action,
@@ -116,7 +116,7 @@ def check_inner(optimizers: Sequence[Any], kept: Sequence[Any], action: str) -> 
             state = tree_leaves(list(inner.state.values()))
             if any(isinstance(one, torch.Tensor) and id(one) not in saved for one in state):
                 raise UsageError(
-                    "the state of an optimizer within another one would begin anew at each resume",
+                    "the state of an optimizer inside another one would start afresh at each resume",
                     found=f"{kind_of(outer)}, whose state_dict lacks that of its {kind_of(inner)}",
                     expected="both in the checkpoint",
                     action=action,
@@ -157,7 +157,7 @@ def warn_of_forgotten(
     if found and is_rank_0():
         print(
             f"megaresume: WARNING: no checkpoint holds the state of {', '.join(sorted(found))}: each resume would "
-            "begin it anew. Give it to what saves, before the first step",
+            "start it afresh. Give it to what saves, before the first step",
             flush=True,
         )
 
@@ -312,8 +312,9 @@ def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:
     while optimizer is not None:  # ZeRO's, and the one inside it
         if _is_scheduled(optimizer):
             print(
-                "megaresume: WARNING: the optimizer has a learning-rate scheduler that DeepSpeed does not know and so "
-                "does not save: each resume would begin it anew. deepspeed.initialize(lr_scheduler=scheduler) saves it",
+                "megaresume: WARNING: the optimizer has a learning-rate scheduler that DeepSpeed does not know, and so "
+                "does not save: each resume would start it afresh. To save it: "
+                "deepspeed.initialize(lr_scheduler=scheduler)",
                 flush=True,
             )
             return

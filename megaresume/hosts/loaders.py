@@ -230,7 +230,7 @@ class EnergonAdapter:
                 "Energon's state is not the one after the batch that was handed out last",
                 found=f"a state after {counted} batches",
                 expected=f"a state after {handed} batches",
-                cause="the loader was iterated elsewhere too, or another version of Energon counts in another way: "
+                cause="the loader was iterated elsewhere too, or another version of Energon counts differently: "
                 f"{_library(self.loader)}",
                 action="give the loader to megaresume alone; megaresume knows megatron-energon 7.4",
             )

@@ -125,7 +125,7 @@ def _check_fit(trainer: Any) -> None:
     owner = next((cls for cls in type(trainer).__mro__ if "fit" in vars(cls)), None)
     if owner is not None and owner.__qualname__ != "RayPPOTrainer":
         raise UsageError(
-            "a trainer with a loop of its own cannot be used with megaresume.attach",
+            "a trainer with its own loop cannot be used with megaresume.attach",
             found=f"{owner.__module__}.{owner.__qualname__}.fit",
             expected="the fit of RayPPOTrainer, or a PPOTrainer of verl.trainer.ppo.v1",
             cause="prompts that it takes ahead, filters or rolls out in another process would count as trained",

@@ -203,7 +203,7 @@ class StreamConfig:
         names = [source.label for source in self.sources if source.packing is not None]
         if names and not (self.packing.traits.can_be_filled or self.packing.traits.cuts):
             raise ConfigError(
-                f"source '{names[0]}' cannot be packed by split beside packing {self.packing.mode}{where}",
+                f"source '{names[0]}' cannot be packed by split if the others have packing {self.packing.mode}{where}",
                 found=f"packing {self.packing.mode}, and packing: split of {', '.join(names)}",
                 expected="packing best_fit for the other sources, or split for all",
                 cause="only best_fit has open samples that the pieces of a source can fill",

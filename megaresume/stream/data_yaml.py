@@ -274,14 +274,14 @@ def _with_flag(data: Mapping[str, Any], flag: int | None) -> Mapping[str, Any]:
     if configured is None and flag is None:
         raise ConfigError(
             "no sequence length",
-            found="no seq_length in the data config, and none given beside it",
+            found="no seq_length in the data config, and none given separately",
             expected="tokens a sample",
             action="add seq_length to the data config, or pass seq_length= (Megatron, plan: --seq-length)",
         )
     if configured is not None and flag is not None and configured != flag:
         raise ConfigError(
             "two sequence lengths",
-            found=f"seq_length {configured} in the data config, {flag} given beside it (--seq-length, seq_length=)",
+            found=f"seq_length {configured} in the data config, {flag} given separately (--seq-length, seq_length=)",
             expected="the same number",
             action="remove one of the two",
         )

@@ -47,7 +47,7 @@ def test_only_a_stream_can_be_planned_again(state: Callable[..., StreamState]) -
     assert stream_of(state(80)) == state(80)
     with pytest.raises(StateError, match="under guard"):
         stream_of(ORDER)
-    with pytest.raises(StateError, match="a loader of its own"):
+    with pytest.raises(StateError, match="trained on its own loader"):
         stream_of(OpaqueState(kind="loader", samples=0, digest="0" * 16, content={}))
 
 

@@ -109,7 +109,7 @@ def test_seq_length_from_a_flag() -> None:
         ConfigError, match=r"no sequence length(.|\n)*pass seq_length= \(Megatron, plan: --seq-length\)"
     ):
         StreamConfig.from_dict(without)
-    with pytest.raises(ConfigError, match=r"two sequence lengths(.|\n)*128 given beside it") as error:
+    with pytest.raises(ConfigError, match=r"two sequence lengths(.|\n)*128 given separately") as error:
         StreamConfig.from_dict(MINIMAL, seq_length=128)
     assert "64" in str(error.value.found) and "128" in str(error.value.found)
 

@@ -250,7 +250,7 @@ def test_another_packing_of_a_source_is_a_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("packing", ["knapsack", "none"])
 def test_only_best_fit_leaves_samples_open_to_be_filled(packing: str) -> None:
-    with pytest.raises(ConfigError, match=f"cannot be packed by split beside packing {packing}"):
+    with pytest.raises(ConfigError, match=f"cannot be packed by split if the others have packing {packing}"):
         _config(packing)
     with pytest.raises(ConfigError, match="in stage 'later'"):
         _config(stages=[{"from_samples": 9, "name": "later", "packing": packing}])

@@ -391,7 +391,7 @@ def _check_run(place: Place, record: StepFile) -> None:
             f"{place.name} holds the checkpoints of another run",
             found=f"run {run}; {record.tag} is of run {record.run}",
             expected="an empty directory, or the copies of the same run",
-            action="give every run a --megaresume-stage-to of its own",
+            action="give every run its own --megaresume-stage-to",
         )
 
 

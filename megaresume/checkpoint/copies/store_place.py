@@ -188,7 +188,7 @@ class StorePlace:
                 found=f"{self.name}/{name}: save {part.save_id}, digest {part.digest}, part {part.part}",
                 expected=f"save {mine.save_id}, digest {mine.digest}",
                 cause="two jobs copy to one place",
-                action="let every job copy to a place of its own",
+                action="let every job copy to its own place",
             )
         return part
 

@@ -172,7 +172,7 @@ def different_runs_error(local: Path, run: str | None, shared: Path | str, other
         found=f"run {run} in {local}, run {other} in {shared}",
         expected="one run",
         cause="the local directory is left over from another job, or two jobs copy to one place",
-        action="give every run a --save and a --megaresume-stage-to of its own; or empty the one that is left over",
+        action="give every run its own --save and --megaresume-stage-to; or empty the one that is left over",
     )
 
 

@@ -81,7 +81,7 @@ def stream_of(state: DataState) -> StreamState:
             action="start the run, which says whether it is as recorded; megaresume inspect DIR shows the record",
         )
     raise StateError(
-        "the run is trained on a loader of its own, and megaresume does not know its samples",
+        "the run is trained on its own loader, and megaresume does not know its samples",
         found=f"states of a loader, at sample {state.samples}",
         expected="a megaresume stream, which can be planned again",
         action="megaresume inspect DIR shows what is recorded of the loader",

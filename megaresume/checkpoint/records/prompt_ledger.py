@@ -151,7 +151,7 @@ class PromptLedger:
                 f"{max(line.step for line in lines)}",
                 expected="prompts.load_state_dict before the first issue; or a ledger without such lines",
                 cause="the state in the checkpoint was not loaded; or the run was killed while it saved its first one",
-                action="load the state of the checkpoint; to begin anew, remove the ledger, or name another one",
+                action="load the state of the checkpoint; to start afresh, remove the ledger, or name another one",
             )
 
     def check_has(self, state_id: str) -> None:

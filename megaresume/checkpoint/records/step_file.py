@@ -121,7 +121,7 @@ def read_step_file(
     )
     renamed = (
         "a tag directory was renamed, or two programs save the same step into one root",
-        "rename it back; let every program save to a directory of its own",
+        "rename it back; let every program save to its own directory",
     )
     for name, of, found, expected, (cause, action) in (
         ("iteration", "step", record.iteration, iteration, copied),

@@ -300,7 +300,7 @@ def _check_not_overtaken(pending: PendingCheckpoint) -> None:
             found="no save marker" if marker is None else f"a save that began {marker.began_at}",
             expected=f"the marker of the save that began {record.saved_at}: {path}",
             cause="two jobs save into one directory, or a finalizer ran twice",
-            action="let every job save to a directory of its own",
+            action="let every job save to its own directory",
         )
 
 

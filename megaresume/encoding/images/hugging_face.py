@@ -336,6 +336,6 @@ def _unusable(headline: str, found: str) -> ConfigError:
         f"kind: transformers {headline}",
         found=found,
         expected="transformers 5.23 or later, and a processor of it that writes a text for an image",
-        cause="an older transformers, a model with code of its own, or one that is not given images as tokens",
+        cause="an older transformers, a model with its own code, or one that is not given images as tokens",
         action="pip install --upgrade transformers; or your own processor: kind: python (docs/images.md)",
     )

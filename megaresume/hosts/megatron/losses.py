@@ -111,7 +111,7 @@ class ScheduleLosses(TokenLosses):
             if not self.wants():
                 return result
             if counted is None or counted.count.end != before + counted.size:
-                self.stop("nobody knows which micro-batch this forward step has read")
+                self.stop("it is unknown which micro-batch this forward step has read")
                 return result
             output, loss_func = result
             return output, self._around(loss_func, counted) if callable(loss_func) else loss_func

@@ -398,7 +398,7 @@ class RankDeal:
     def _foreign(self, place: int, first: int, stop: int) -> UsageError:
         micro, size = self.micro_batch_size, self.dp_size
         return UsageError(
-            "Megatron's sampler deals the samples in another way than balanced ranks count on",
+            "Megatron's sampler deals the samples differently than balanced ranks expect",
             found=f"sample {place}, of the step with {first} to {stop - 1}, on data-parallel rank {self.dp_rank}",
             expected=f"it on rank {(place - first) // micro % size}: {size} ranks get micro-batches of {micro} in turn",
             cause="a sampler of a fork; or a global batch size that the arguments do not tell",

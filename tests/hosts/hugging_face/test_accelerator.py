@@ -252,7 +252,7 @@ def test_a_scheduler_that_is_in_no_checkpoint(tmp_path: Path, of: str) -> None:
     prepared = accelerator.prepare(optimizer)
     loop = megaresume.attach(accelerator, megaresume.DataLoader(Numbers(), batch_size=4))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer if of == "the optimizer" else prepared, 1)
-    with pytest.raises(UsageError, match=r"begin anew(.|\n)*accelerator\.prepare\(scheduler\)"):
+    with pytest.raises(UsageError, match=r"start afresh(.|\n)*accelerator\.prepare\(scheduler\)"):
         next(iter(loop))
     accelerator._custom_objects.insert(0, scheduler)  # as register_for_checkpointing before attach
     next(iter(loop))
@@ -269,7 +269,7 @@ def test_an_optimizer_within_another_one(tmp_path: Path) -> None:
     for one in optimizer.param_groups[0]["params"]:
         one.grad = torch.ones_like(one)
     optimizer.inner.step()  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"within another one(.|\n)*register_for_checkpointing"):
+    with pytest.raises(UsageError, match=r"inside another one(.|\n)*register_for_checkpointing"):
         loop.host.check_first_save()
     accelerator._custom_objects.insert(0, optimizer.inner)  # type: ignore[attr-defined]  # as before attach
     loop.host.check_first_save()

@@ -173,7 +173,7 @@ def test_items_do_not_depend_on_what_was_asked_before(data: Path) -> None:
 @pytest.mark.parametrize("places", [[0, 4, 8, 12], [4, 5, 6, 7], [2, 3], [14, 15]], ids=str)
 def test_a_sampler_that_deals_otherwise_is_refused(data: Path, places: list[int]) -> None:
     """In turn one by one, in blocks, of another rank: samples would be trained twice, and others never."""
-    with pytest.raises(UsageError, match="Megatron's sampler deals the samples in another way"):
+    with pytest.raises(UsageError, match="Megatron's sampler deals the samples differently"):
         dataset_of(begin(data), 2, 0, 4).__getitems__(places)
 
 

@@ -73,7 +73,7 @@ def test_a_rate_that_would_begin_anew_is_refused(tmp_path: Path, when: str) -> N
     run.attach()
     run.loop.load()
     scheduler = scheduler or run.scheduler()
-    with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler(.|\n)*'scheduler': scheduler"):
+    with pytest.raises(UsageError, match=r"start afresh(.|\n)*SGD with a scheduler(.|\n)*'scheduler': scheduler"):
         next(iter(run.loop))
     run.loop.close()
 
@@ -117,7 +117,7 @@ def test_a_plateau_that_would_begin_anew_is_refused(tmp_path: Path, kept: str | 
     run.loop.load()
     next(iter(run.loop))
     if kept is None:
-        with pytest.raises(UsageError, match=r"begin anew(.|\n)*SGD with a scheduler"):
+        with pytest.raises(UsageError, match=r"start afresh(.|\n)*SGD with a scheduler"):
             run.loop.save()
     else:
         run.loop.save()
@@ -150,7 +150,7 @@ def test_a_warm_up_beside_the_scheduler_that_is_saved(tmp_path: Path, kept: str)
     run.loop.stepped()
     if kept == "another":
         with pytest.raises(
-            UsageError, match=r"begin anew(.|\n)*SGD with a LinearLR beside the scheduler that is saved"
+            UsageError, match=r"start afresh(.|\n)*SGD with a LinearLR in addition to the scheduler that is saved"
         ):
             run.loop.save()
     else:

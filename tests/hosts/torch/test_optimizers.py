@@ -519,7 +519,7 @@ def test_one_that_steps_by_another(tmp_path: Path, writer: Any) -> None:
         )
         return train_by_closure(loop, model, optimizer, steps)
 
-    with pytest.raises(UsageError, match=r"within another one(.|\n)*Sharpness, whose(.|\n)*SGD(.|\n)*base_optimizer"):
+    with pytest.raises(UsageError, match=r"inside another one(.|\n)*Sharpness, whose(.|\n)*SGD(.|\n)*base_optimizer"):
         train(tmp_path / "refused", steps=1, inner=False)
     whole = train(tmp_path / "whole", steps=END)
     assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole

@@ -146,7 +146,7 @@ class _Rebuild:
                 del splits[i]
         for i, recorded in enumerate(self.pin.splits):
             if recorded is not None and i not in splits and i not in free:
-                self.guard.note(f"the {SPLITS[i]} set is not pinned: it is asked for in another way than recorded")
+                self.guard.note(f"the {SPLITS[i]} set is not pinned: it is asked for differently than recorded")
 
     def _build(self, splits: dict[int, SplitRecord]) -> tuple[Any, dict[int, SplitRecord]]:
         cache: str | None = None

@@ -228,7 +228,7 @@ class Codemod(cst.CSTTransformer):
                 f"{wanted.of} is called without {wanted.parameter}",
                 found=self.script.quote(self.fit.calls[wanted.of]),
                 expected=f"an argument {wanted.parameter}",
-                cause="a script that gives it in another way",
+                cause="a script that passes it in another way",
             )
         if reason := Judge(self.script, wanted.named).why_not(argument.value):
             raise refusal(
