@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.batches.agreement import order_of
@@ -36,6 +36,11 @@ from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError, listed
 from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+except ImportError:  # torch 2.4 and 2.5
+    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
