@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megaresume import importing
 from megaresume.checkpoint.file_errors import writing
@@ -236,6 +236,8 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
             # Without a writer, torch imports fsspec in case the directory is in a store, and ends up with this writer.
             save(states, storage_writer=FileSystemWriter(directory), process_group=group)
             return None
+        # Copied before training continues: torch 2.4 itself copies only from other devices.
+        states = tree_map_only(torch.Tensor, lambda one: one.clone() if one.device.type == "cpu" else one, states)
         future: Future[Any] = async_save(  # type: ignore[assignment]
             states, checkpoint_id=directory, process_group=group
         )
