@@ -255,19 +255,27 @@ def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> 
         groups.append({**group, **saved, "params": [numbers[name] for name in names]})
     states = {numbers.get(key, key): one for key, one in state["state"].items()}
     with_numbers = {**state, "state": states, "param_groups": groups}
-    _keep_groups(named.optimizer, lambda: named.optimizer.load_state_dict(with_numbers))
+    given = _load(named.optimizer, with_numbers)["state"]
     for name, parameter in named.parameters.items():
-        if name in state["state"] and parameter in named.optimizer.state and saved_types.get(name) == parameter.dtype:
-            there = named.optimizer.state[parameter]
-            named.optimizer.state[parameter] = _as_saved(state["state"][name], there)
+        number = numbers[name]
+        if number in given and parameter in named.optimizer.state and saved_types.get(name) == parameter.dtype:
+            named.optimizer.state[parameter] = _as_saved(given[number], named.optimizer.state[parameter])
 
 
-def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
-    """Load the state but keep the group objects: a program, or an optimizer inside this one, may hold them, and set the
+def _load(optimizer: Any, state: State) -> State:
+    """Load a state but keep the group objects: a program, or an optimizer inside this one, may hold them, and set the
     learning rate there.
+
+    Returns:
+        the state as hooks of the program, or the optimizer's class, have passed it on to torch.
     """
     groups = optimizer.param_groups
     before = list(groups)
+    given = state
+
+    def note(_: Any, passed: State) -> None:
+        nonlocal given
+        given = passed
 
     def put_back(one: Any) -> None:
         if one.param_groups is not groups and len(one.param_groups) == len(before):
@@ -279,14 +287,17 @@ def _keep_groups(optimizer: Any, load: Callable[[], object]) -> None:
             one.param_groups = groups
 
     if not hasattr(optimizer, "_optimizer_load_state_dict_post_hooks"):  # a wrapper that is no torch optimizer
-        load()
-        return
+        optimizer.load_state_dict(state)
+        return given
+    last = optimizer.register_load_state_dict_pre_hook(note)
     # Before a subclass passes its groups on.
-    hook = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
+    first = optimizer.register_load_state_dict_post_hook(put_back, prepend=True)
     try:
-        load()
+        optimizer.load_state_dict(state)
     finally:
-        hook.remove()
+        last.remove()
+        first.remove()
+    return given
 
 
 def _as_saved(saved: Any, loaded: Any) -> Any:

@@ -275,8 +275,24 @@ def with_other_names_in_its_state(groups: Any, lr: float) -> torch.optim.Optimiz
     return optimizer
 
 
+def with_another_type_in_its_file(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """By hooks of the user's."""
+
+    def cast(state: Any, dtype: torch.dtype) -> Any:
+        states = {i: {**one, "exp_avg": one["exp_avg"].to(dtype)} for i, one in state["state"].items()}
+        return {**state, "state": states}
+
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    optimizer.register_state_dict_post_hook(lambda _, state: cast(state, torch.float64))
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: cast(state, torch.float32))
+    return optimizer
+
+
+UNUSUAL = [Together, with_an_empty_group, with_other_names_in_its_state, with_another_type_in_its_file]
+
+
 @pytest.mark.parametrize("writer", ["dcp", "torch"])
-@pytest.mark.parametrize("optimizer", [Together, with_an_empty_group, with_other_names_in_its_state])
+@pytest.mark.parametrize("optimizer", UNUSUAL)
 def test_unusual_ones(tmp_path: Path, writer: str, optimizer: Any) -> None:
     whole = Run(tmp_path / "whole", writer, optimizer)
     expected = whole.train(END)
