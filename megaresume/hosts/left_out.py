@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.hosts.attach import kind_of
@@ -152,6 +152,7 @@ def warn_of_forgotten(
         return isinstance(one, torch.amp.GradScaler) and _of(one, "_scale") is not None
 
     found = {kind_of(one) for one in living if id(one) not in known and trains(one)}
+    found |= {kind_of(one) for one in _left_inside(kept)}
     if beginning is not None:
         found |= {kind_of(one) for one in beginning.changed() if id(one) not in known}
     if found and is_rank_0():
@@ -160,6 +161,22 @@ def warn_of_forgotten(
             "start it afresh. Give it to what saves, before the first step",
             flush=True,
         )
+
+
+def _left_inside(kept: Sequence[Any]) -> Iterator[Any]:
+    """The schedulers inside of other objects that leave their state out, as timm's ``PlateauLRScheduler`` does."""
+    for one in kept:
+        inner = [held for held in _parts(one) if _is_scheduler(held) and not any(held is other for other in kept)]
+        if inner and not _is_scheduler(one):
+            leaves = tree_flatten_with_path(one.state_dict())[0]
+            saved = {id(leaf) for _, leaf in leaves}
+            keys = {str(key) for path, _ in leaves for key in path}
+            yield from (
+                held
+                for held in inner
+                if id(held) not in saved
+                and not keys.issuperset(str(path[-1]) for path, _ in tree_flatten_with_path(held.state_dict())[0])
+            )
 
 
 class Beginning:

@@ -158,6 +158,36 @@ def test_a_warm_up_beside_the_scheduler_that_is_saved(tmp_path: Path, kept: str)
     run.loop.close()
 
 
+class Plateau:
+    """As timm's: the scheduler inside it counts, and its state has only its best value."""
+
+    def __init__(self, scheduler: Any, *, counts: bool) -> None:
+        self.scheduler, self.counts = scheduler, counts
+
+    def state_dict(self) -> Any:
+        return {"inner": self.scheduler.state_dict()} if self.counts else {"best": self.scheduler.best}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing that this test looks at."""
+
+
+@pytest.mark.parametrize("given", ["alone", "with the inner one", "with its state"])
+def test_a_scheduler_inside_one_that_leaves_its_state_out(
+    tmp_path: Path, given: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    inner = torch.optim.lr_scheduler.ReduceLROnPlateau(run.objects["optimizer"])
+    run.objects["scheduler"] = Plateau(inner, counts=given == "with its state")
+    if given == "with the inner one":
+        run.objects["inner"] = inner
+    run.attach()
+    run.loop.load()
+    run.step_and_save()
+    run.loop.close()
+    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    assert ["ReduceLROnPlateau" in line for line in said] == [True] * (given == "alone")
+
+
 @pytest.mark.parametrize("held", [lambda one: [one], lambda one: {"rate": one}], ids=["in a list", "in a mapping"])
 def test_one_that_an_object_holds_is_known(tmp_path: Path, held: Any) -> None:
     """As programs with several optimizers hold their schedulers."""
