@@ -104,6 +104,8 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
 
 def _has_items_by_number(dataset: Mapping[Any, Any]) -> bool:
     """Whether a mapping is a dataset by itself, as a TensorDict is: it has items by number too."""
+    if isinstance(dataset, dict):  # whose keys may be numbers, and a defaultdict would make them
+        return False
     try:
         dataset[0]
     except Exception:  # noqa: BLE001 (it is a class of another library)

@@ -14,7 +14,7 @@ import os
 import pickle
 import random
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from enum import Enum
 from itertools import islice, zip_longest
@@ -424,6 +424,13 @@ def test_a_mapping_with_items_by_number_is_a_dataset(order: list[int]) -> None:
     other = Table({"number": torch.arange(ITEMS), "twice": 3 * torch.arange(ITEMS)})
     with pytest.raises(StateError, match="data"):
         megaresume.DataLoader(other, max_epochs=1, **options).load_state_dict(state)
+
+
+def test_a_dict_that_makes_what_it_lacks_has_datasets_by_name() -> None:
+    datasets = defaultdict(list, all=(Numbers(), 1))
+    loaders = [megaresume.DataLoader(one, 4, max_epochs=1) for one in (datasets, dict(datasets))]
+    made, plain = ([numbers(batch) for batch in loader] for loader in loaders)
+    assert made == plain and list(datasets) == ["all"]
 
 
 def test_a_damaged_state_is_refused_and_the_loader_stays(order: list[int]) -> None:
