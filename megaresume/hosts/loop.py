@@ -32,7 +32,6 @@ from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
-from megaresume.hosts.attach import replaced
 from megaresume.hosts.feeds import Feed, check_averaged, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
@@ -104,8 +103,7 @@ class LoopHost(TrainerHost):
     def write(self, save: Save) -> None:
         """Write the files of this rank, for `Session.save`."""
         carried = self.carried(save)
-        with replaced(self, is_at_files=True):
-            future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
+        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:
             self.background.begin(future, save)
 
@@ -138,8 +136,7 @@ class LoopHost(TrainerHost):
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank, for `Session.load`."""
-        with replaced(self, is_at_files=True):
-            return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
+        return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
 
     def begin(self) -> None:
         """See `TrainerHost`."""
