@@ -35,7 +35,19 @@ from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of
-from megaresume.hosts.optimizer_states import Named, State, apart, check, joined, load, rooms, shards_of, spread, whole
+from megaresume.hosts.optimizer_states import (
+    Named,
+    State,
+    apart,
+    check,
+    differing,
+    joined,
+    load,
+    rooms,
+    shards_of,
+    spread,
+    whole,
+)
 from megaresume.hosts.replicas import Hashes, hashes_of_states, hashes_of_tensors
 from megaresume.stream.errors import MegaresumeError, StateError, UsageError, listed
 
@@ -93,8 +105,12 @@ class Objects:
         parameters = (p for module in self.modules.values() for p in module.parameters())
         return next((p.device for p in parameters), torch.device("cpu"))
 
-    def states(self, *, full: bool = False) -> dict[str, Any]:
-        """States of modules and optimizers by parameter name; ``full``: unsharded, on rank 0. Collective.
+    def states(self, optimizers: Mapping[str, tuple[Named, State]], *, full: bool) -> dict[str, Any]:
+        """States of modules and optimizers by parameter name. Collective.
+
+        Args:
+            optimizers: see `optimizer_states`.
+            full: unsharded, on rank 0.
 
         Raises:
             UsageError: an optimizer's state contains something that cannot be saved.
@@ -103,14 +119,10 @@ class Objects:
 
         options = StateDictOptions(full_state_dict=full, cpu_offload=full)
         states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
-        named = self.named()
-        of_optimizers = on_all_ranks(
-            lambda: {n: state for n, one in named.items() if (state := one.state()) is not None}
-        )
-        parts = {name: apart(state, named[name]) for name, state in of_optimizers.items()}
+        parts = {name: apart(state, named) for name, (named, state) in optimizers.items()}
         blobs = on_all_ranks(lambda: {name: _packed(name, rest) for name, (_, rest) in parts.items()})
         if full:
-            return {**states, **{n: whole(state, keep=is_rank_0()) for n, state in of_optimizers.items()}}
+            return {**states, **{n: whole(state, keep=is_rank_0()) for n, (_, state) in optimizers.items()}}
         digests = {name: hashlib.sha256(blob).digest() for name, blob in blobs.items()}
         of_ranks = gather(digests)
         for name, (tensors, _) in parts.items():
@@ -121,6 +133,14 @@ class Objects:
     def named(self) -> dict[str, Named]:
         """The optimizers with their parameter names."""
         return {name: Named(optimizer, module) for name, (optimizer, module) in self.optimizers.items()}
+
+    def optimizer_states(self) -> dict[str, tuple[Named, State]]:
+        """The states of the optimizers, except of those whose state is not in torch's format.
+
+        Raises:
+            UsageError: see `Named.state`.
+        """
+        return {n: (one, state) for n, one in self.named().items() if (state := one.state()) is not None}
 
     def forget(self) -> None:
         """Before a load, drop the states of optimizers and the gradients of an abandoned step."""
@@ -155,13 +175,10 @@ class Objects:
         for name, state in states.items():
             load(state, named[name], types[names[id(self.optimizers[name][1])]])
 
-    def rest(self, held: Mapping[str, Any]) -> dict[str, Any]:
-        """Everything in a checkpoint except modules and optimizers; but an optimizer whose state is not in torch's
-        format is included, like any other object.
-        """
-        named = self.named()
-        others = {**self.others, **{n: one.optimizer for n, one in named.items() if one.has_own_form()}}
-        shards = {n: shards_of(state, one) for n, one in named.items() if (state := one.state()) is not None}
+    def rest(self, held: Mapping[str, Any], optimizers: Mapping[str, tuple[Named, State]]) -> dict[str, Any]:
+        """Everything in a checkpoint except modules and these optimizers: see `optimizer_states`."""
+        others = {**self.others, **{n: one for n, (one, _) in self.optimizers.items() if n not in optimizers}}
+        shards = {name: shards_of(state, named) for name, (named, state) in optimizers.items()}
         kinds = {name: kind_of(optimizer) for name, (optimizer, _) in self.optimizers.items()}
         return {
             "names": self.names,
@@ -221,8 +238,9 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-    states = objects.states(full=writer == "torch")
-    rest = on_all_ranks(lambda: objects.rest(held))
+    optimizers = on_all_ranks(objects.optimizer_states)
+    states = objects.states(optimizers, full=writer == "torch")
+    rest = on_all_ranks(lambda: objects.rest(held, optimizers))
     if writer == "torch":
         if is_rank_0():
             directory.mkdir(exist_ok=True)
@@ -359,16 +377,10 @@ def _check_models(saved: Mapping[str, set[str]], today: Mapping[str, Mapping[str
     wanted = {f"{name}.{key}" for name, keys in saved.items() for key in keys}
     here = {f"{name}.{key}" for name in saved for key in today[name]}
     tensors = {f"{n}.{key}" for n in saved for key, one in today[n].items() if isinstance(one, torch.Tensor)}
-    # In models whose parts differ by rank, each rank has different ones.
-    of_ranks = gather((sorted(wanted - here), sorted(tensors - wanted)))
-    lost = sorted(set.intersection(*(set(missing) for missing, _ in of_ranks)))
-    new = sorted(set().union(*(added for _, added in of_ranks)))
-    if lost or new:
-        words = [f"{listed(lost, 4)}: in the checkpoint alone"] * bool(lost)
-        words += [f"{listed(new, 4)}: not in the checkpoint"] * bool(new)
+    if words := differing(wanted, here, tensors):
         raise StateError(
             "a model is not the one that was saved",
-            found="; ".join(words),
+            found=words,
             expected="the parameters and buffers of the model that was saved",
             cause="the model, or its config, was changed; or its steps register parameters or buffers that it does not "
             "have yet",

@@ -67,7 +67,11 @@ class Named:
         return [[next(names) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def state(self) -> State | None:
-        """The result of ``state_dict``, with names in place of numbers; None if it is not in torch's format."""
+        """The result of ``state_dict``, with names in place of numbers; None if it is not in torch's format.
+
+        Raises:
+            UsageError: it is not, and its parameters are sharded.
+        """
         state = self.optimizer.state_dict()
         try:
             groups = [{**group, "params": [self.names[i] for i in group["params"]]} for group in state["param_groups"]]
@@ -77,16 +81,7 @@ class Named:
             of_parameters = {self.names[i]: state["state"][i] for i in numbers}
             return {**state, "state": {**of_parameters, **others}, "param_groups": groups}
         except (KeyError, IndexError, TypeError, AttributeError):
-            return None
-
-    def has_own_form(self) -> bool:
-        """Whether its state is not in torch's format.
-
-        Raises:
-            UsageError: it is not, and its parameters are sharded.
-        """
-        if self.state() is not None:
-            return False
+            pass
         if any(map(_is_sharded, self.parameters.values())):
             raise UsageError(
                 "the state of an optimizer cannot be saved",
@@ -94,7 +89,7 @@ class Named:
                 expected="state and param_groups, as torch's optimizers have them",
                 action="give megaresume.attach the optimizer within it; or train with DDP",
             )
-        return True
+        return None
 
     def own(self, state: State) -> State:
         """A state without its entries for parameters of other ranks."""
@@ -216,17 +211,12 @@ def check(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mappin
     """
     today = {f"{name}.{one}" for name in states for one in named[name].names}
     saved = {f"{name}.{one}" for name, state in states.items() for one in trained(state)}
-    # In models whose parts differ by rank, each rank has different parameters.
-    of_ranks = gather((sorted(saved - today), sorted(today - saved), _other_groups(states, named, kinds)))
-    lost = sorted(set.intersection(*(set(missing) for missing, _, _ in of_ranks)))
-    new = sorted(set().union(*(added for _, added, _ in of_ranks)))
-    other = next((words for _, _, words in of_ranks if words), "")
-    if lost or new or other:
-        whose = [f"{listed(lost, 4)}: in the checkpoint alone"] * bool(lost)
-        whose += [f"{listed(new, 4)}: not in the checkpoint"] * bool(new)
+    whose = differing(saved, today, today)
+    other = next(filter(None, gather(_other_groups(states, named, kinds))), "")
+    if whose or other:
         raise StateError(
             "an optimizer is not the one that was saved",
-            found="; ".join(whose) or other,
+            found=whose or other,
             expected="the parameters, groups and options of the optimizer that was saved",
             cause="layers were added or left out, or add_param_group is called later than loop.load()"
             if whose
@@ -234,6 +224,22 @@ def check(states: Mapping[str, State], named: Mapping[str, Named], kinds: Mappin
             action="make the optimizer as it was when the checkpoint was saved, with all groups, before loop.load(): "
             "those without gradients are not stepped",
         )
+
+
+def differing(saved: set[str], today: set[str], needed: set[str]) -> str:
+    """How the names in a checkpoint differ from today's; empty if they do not. Collective.
+
+    Args:
+        saved: the names in the checkpoint.
+        today: those that this rank has. Of models whose parts differ by rank, each rank has its own.
+        needed: those of them that must be in the checkpoint.
+    """
+    of_ranks = gather((sorted(saved - today), sorted(needed - saved)))
+    lost = sorted(set.intersection(*(set(missing) for missing, _ in of_ranks)))
+    new = sorted(set().union(*(added for _, added in of_ranks)))
+    words = [f"{listed(lost, 4)}: in the checkpoint alone"] * bool(lost)
+    words += [f"{listed(new, 4)}: not in the checkpoint"] * bool(new)
+    return "; ".join(words)
 
 
 def load(state: State, named: Named, saved_types: Mapping[str, torch.dtype]) -> None:
