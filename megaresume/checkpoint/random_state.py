@@ -6,6 +6,8 @@ pipeline seeds its layers, if it does (`SeedCount`).
     step begins      the first batch after an optimizer step is requested: the state is remembered
     save             for each rank: the state at which the next step begins, or began. An unfinished step is repeated
                      after a resume, and draws again
+                     and what draws while files are written (a hook that makes a model in order to write it) draws
+                     nothing from the training
     load             each rank's state is restored; and once more when the first step begins, so that draws of the
                      program in between (a warm-up, the seed of a DataLoader) do not matter
 
@@ -19,7 +21,8 @@ continues from rank 0's, so that no seed is used twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -146,6 +149,17 @@ class RandomState:
                 "DataLoader draws one number at each `for`, unless it has a generator=",
                 flush=True,
             )
+
+    @contextlib.contextmanager
+    def saving(self, *, is_untouched: bool = False) -> Iterator[None]:
+        """A context for a save: `at_save`, and after it the generators are as they were before."""
+        self.at_save(is_untouched=is_untouched)
+        before = self._take()
+        try:
+            yield
+        finally:
+            if drawn_between(before, self._take()):
+                self._put(before)
 
     def at_save(self, *, is_untouched: bool = False) -> None:
         """Decide at the beginning of a save on the content of its checkpoint, for `write`.

@@ -132,7 +132,7 @@ class Saver:
         host: the trainer.
         roots: the directories of this process, with their copies.
         durability: makes complete checkpoints durable.
-        random: the generators of this rank, notified of every save (`RandomState.at_save`); None if the framework saves
+        random: the generators of this rank, notified of every save (`RandomState.saving`); None if the framework saves
             them itself.
         retention: which older checkpoints to keep.
         checksums: compute checksums of all files.

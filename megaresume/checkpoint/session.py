@@ -18,6 +18,7 @@ Every method is called on all ranks; if it fails on one rank, all of them raise.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -532,10 +533,10 @@ class Session:
             return None
         data = self.data
         assert data is not None
-        with self.clocks.save():
+        random = self.random
+        undrawn = contextlib.nullcontext() if random is None else random.saving(is_untouched=is_untouched)
+        with self.clocks.save(), undrawn:
             root = on_all_ranks(lambda: self.roots.named_for_save(save_dir))
-            if self.random is not None:  # before anything else could draw
-                self.random.at_save(is_untouched=is_untouched)
             state = envelope or self.snapshot()
             if self.meter is not None:
                 self.meter.saves(state.iteration, state.samples)

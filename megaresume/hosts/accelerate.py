@@ -219,9 +219,16 @@ class AcceleratorHost(TrainerHost):
     def check_first_save(self) -> None:
         """See `TrainerHost`."""
         kept = [*self.kept(), self.trainer.scaler]  # Accelerate saves the scaler by itself
+        writers = [*self.trainer._save_model_state_pre_hook.values()]
         on_all_ranks(
             lambda: check_all(
-                self.trainer._models, self._optimizers, kept, self._beginning, scheduler=_SCHEDULER, inner=_INNER
+                self.trainer._models,
+                self._optimizers,
+                kept,
+                self._beginning,
+                scheduler=_SCHEDULER,
+                inner=_INNER,
+                writers=writers,
             )
         )
         registered = [one for one in self.trainer._custom_objects if one is not self.record]

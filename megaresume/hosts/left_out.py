@@ -6,6 +6,7 @@ torch's schedulers mark their optimizer, which shows those that are in no checkp
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ def check_all(
     *,
     scheduler: str,
     inner: str,
+    writers: Iterable[Callable[..., Any]] = (),
 ) -> None:
     """Refuse, or warn of, whatever a checkpoint would leave out. Searches all objects, which takes a fifth of a second.
 
@@ -37,6 +39,7 @@ def check_all(
         optimizers, kept: see `check_schedulers`.
         beginning: this start's; None: no step was begun.
         scheduler, inner: for the errors, what to do about a scheduler, and about an optimizer inside another one.
+        writers: functions of the program that write files in a save.
 
     Raises:
         UsageError: see `check_schedulers` and `check_inner`.
@@ -46,7 +49,7 @@ def check_all(
     living = _living(lambda kind: issubclass(kind, classes))
     check_schedulers(optimizers, kept, scheduler, living, beginning)
     check_inner(optimizers, kept, inner)
-    warn_of_forgotten(modules, optimizers, kept, living, beginning)
+    warn_of_forgotten(modules, optimizers, kept, living, beginning, writers)
 
 
 def check_schedulers(
@@ -130,6 +133,7 @@ def warn_of_forgotten(
     kept: Sequence[Any],
     living: Sequence[Any],
     beginning: Beginning | None = None,
+    writers: Iterable[Callable[..., Any]] = (),
 ) -> None:
     """Warn of objects that are changed by steps of these modules but are in no checkpoint. Nothing is refused, as they
     may be in a file of the program's own.
@@ -139,10 +143,12 @@ def warn_of_forgotten(
         optimizers, kept: see `check_schedulers`.
         living: objects of this process, among them those to check.
         beginning: this start's; None: ignored.
+        writers: functions of the program that write files in a save: what they name may be in these files.
     """
     parts = [part for module in modules for part in module.modules()]
     parameters = {id(one) for part in parts for one in part.parameters(recurse=False)}
     known = _known([*parts, *optimizers, *(held for one in optimizers for held in _parts(one))], kept)
+    known |= {id(held) for function in writers for one in _named_in(function) for held in _parts(one)}
 
     def trains(one: Any) -> bool:
         if isinstance(one, torch.optim.Optimizer):
@@ -347,6 +353,18 @@ def _known(saved: Iterable[Any], kept: Iterable[Any]) -> set[int]:
     # A scheduler's attributes include its optimizer, but its state does not.
     held = [held for one in kept for held in ([one] if _is_scheduler(one) else _parts(one))]
     return {id(one) for one in (*saved, *held, *(_of(one, "__self__") for one in held))}
+
+
+def _named_in(function: Any) -> Iterator[Any]:
+    """What a function refers to: as variables around it, as global ones, or as the object that it is a method of."""
+    yield _of(function, "__self__")
+    function = _of(function, "__func__") or function
+    if (code := _of(function, "__code__")) is not None:
+        around = _of(function, "__globals__") or {}
+        yield from (around[name] for name in code.co_names if name in around)
+    for cell in _of(function, "__closure__") or ():
+        with contextlib.suppress(ValueError):  # it is assigned later
+            yield cell.cell_contents
 
 
 def _is_scheduler(one: Any) -> bool:

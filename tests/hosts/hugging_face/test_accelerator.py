@@ -30,6 +30,7 @@ from tests.hosts.conftest import write_corpus
 from tests.hosts.hugging_face.accelerated import accelerator_of, run
 from tests.hosts.torch.program import Numbers
 from tests.hosts.torch.record import items, launch_forked, trained
+from tests.hosts.torch.test_left_out import Average
 
 pytestmark = pytest.mark.process
 
@@ -378,31 +379,54 @@ def test_what_programs_ask_a_loader_for(tmp_path: Path) -> None:
     tried.loop.close()
 
 
-def test_a_program_that_writes_its_model_itself(tmp_path: Path) -> None:
-    """As diffusers' examples do, by hooks of Accelerate: the checkpoint has no weights where it has them otherwise."""
+@pytest.mark.parametrize("written", [True, False])
+def test_a_program_that_writes_its_model_itself(
+    tmp_path: Path, written: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As diffusers' examples do, by hooks of Accelerate, which make a model in order to save an average of the weights:
+    the checkpoint has no weights where it has them otherwise.
+    """
 
-    def write(models: list[torch.nn.Module], weights: list[Any], directory: str) -> None:
+    class Hooked(Tried):
+        def __init__(self) -> None:
+            super().__init__(tmp_path / "run")
+            self.average = Average(self.model.parameters())
+            self.accelerator.register_save_state_pre_hook(self.write if written else self.write_model)
+            self.accelerator.register_load_state_pre_hook(self.read)
+
+        def write(self, models: list[torch.nn.Module], weights: list[Any], directory: str) -> None:
+            torch.save(self.average.state_dict(), Path(directory) / "average.pt")
+            write_model(models, weights, directory)
+
+        write_model = staticmethod(lambda *given: write_model(*given))
+
+        def read(self, models: list[torch.nn.Module], directory: str) -> None:
+            torch.nn.Linear(2, 1)  # draws its weights
+            models.pop().load_state_dict(torch.load(Path(directory) / "mine.pt"))
+
+    def write_model(models: list[torch.nn.Module], weights: list[Any], directory: str) -> None:
+        torch.nn.Linear(2, 1)
         torch.save(weights.pop(), Path(directory) / "mine.pt")
 
-    def read(models: list[torch.nn.Module], directory: str) -> None:
-        models.pop().load_state_dict(torch.load(Path(directory) / "mine.pt"))
-
-    def hooked() -> Tried:
-        tried = Tried(tmp_path / "run")
-        tried.accelerator.register_save_state_pre_hook(write)
-        tried.accelerator.register_load_state_pre_hook(read)
-        return tried
-
-    tried = hooked()
-    for batch in tried.loop:
-        tried.train(batch)
-        break
+    tried = Hooked()
+    batches = iter(tried.loop)
+    tried.train(next(batches))
+    tried.average.update(tried.model.parameters())
+    capfd.readouterr()
     tried.accelerator.save_state()
+    weights = [one.detach().clone() for one in tried.model.parameters()]
+    next(batches)
+    drawn = torch.rand(1)  # by the next step
     tried.loop.close()
-    again = hooked()
+    said = capfd.readouterr().out
+    assert ("no checkpoint holds the state of tests.hosts.torch.test_left_out.Average" in said) == (not written)
+    assert "random numbers were drawn" not in said
+    again = Hooked()
     again.accelerator.load_state()
     assert again.loop.step == 1
-    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), tried.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), weights, strict=True))
+    next(iter(again.loop))
+    assert torch.equal(torch.rand(1), drawn)
     again.loop.close()
 
 
