@@ -6,7 +6,8 @@
 `subprocess` and `multiprocessing` ask for a process, and get one that differs in this alone: the modules are there. It
 is a child of who asked; has the environment (also in /proc), arguments, working directory, session and open files that
 it was asked to have, fresh random state, and a ``__main__`` of its own. It ends as a Python process does, threads and
-at-exit handlers included, without taking each module apart. Launchers that were forked fork their ranks so too.
+at-exit handlers included, without taking each module, and torch's tables of operators, apart. Launchers that were
+forked fork their ranks so too.
 
 Even and odd ranks are forked from two processes, so that their string hashes differ, as those of processes that were
 started do. Programs with a trainer of Hugging Face's or of Lightning's are forked from two more, forked from these,
@@ -42,6 +43,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -407,6 +409,13 @@ def freeze() -> None:
     gc.get_freeze_count = lambda: frozen  # which counts them one by one, at each import by megaresume
 
 
+def keep_operators() -> None:
+    """Torch would take each of its thousands of operators off its tables at the end of every process, one by one."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        if (found := finalizer.peek()) is not None and found[1].__module__ == "torch.library":
+            finalizer.atexit = False
+
+
 def prepare_compiler() -> None:
     """Numba reads its tables, and scipy, with the first function of a process, also with one that it has kept."""
     import numba
@@ -468,6 +477,7 @@ def main() -> None:
         with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module("transformers").Trainer  # noqa: B018  imports most of it
     prepare_compiler()
+    keep_operators()
     if not sys.argv[2:]:  # or this is a fork of one that has them
         keep_code()
     assert threading.active_count() == 1 == len(os.listdir("/proc/self/task")), "forking is not safe"

@@ -167,12 +167,25 @@ def wrap(owner: ModuleType | type, name: str, make: Callable[[Any], Any]) -> boo
         original = getattr(owner, name)
         if reaches(original, make):
             return False
+        is_elsewhere = sys.getrefcount(original) > _REFERENCES_OF_ONE
         replacement = functools.update_wrapper(make(original), original)
         setattr(replacement, _MARK, make)
         setattr(owner, name, replacement)
-        if isinstance(owner, ModuleType):
+        if is_elsewhere and isinstance(owner, ModuleType):
             _rebind(original, replacement)
         return True
+
+
+def _references_of_one() -> int:
+    """What Python counts for a function that one module holds, asked as `wrap` asks."""
+    names = {"function": lambda: None}
+    original = names["function"]
+    return sys.getrefcount(original)
+
+
+#: More, and other modules may hold the function too. Looking through all of them takes a tenth of a second a dozen
+#: times, and most functions are wrapped as soon as their module is imported, when nobody else has them.
+_REFERENCES_OF_ONE = _references_of_one()
 
 
 def names_of_modules() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -171,6 +171,16 @@ def test_names_imported_before_are_rebound(home, monkeypatch):
     assert fork.own() == script.imported_by_name() == ["f", "louder"]
 
 
+def test_a_function_that_nobody_else_has_is_not_looked_for(home, monkeypatch):
+    (home / "pkg_k.py").write_text("def f(): return ['f']\ndef g(): return ['g']\n")
+    searched = []
+    monkeypatch.setattr(importing, "_rebind", lambda old, new: searched.append(old.__name__))
+    module = importlib.import_module("pkg_k")
+    fork = module_with("fork", g=module.g)
+    assert wrap(module, "f", louder) and wrap(module, "g", louder)
+    assert searched == ["g"] and fork.g() == ["g"]
+
+
 def test_methods(home):
     class Engine:
         def save(self, tag):
