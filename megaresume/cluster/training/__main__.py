@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from megaresume import importing
 from megaresume.checkpoint.ending import run_program
 from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.settings import DataOptions
@@ -80,15 +81,17 @@ def _die(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 def _run(args: Arguments) -> int:
     """Train, and return the exit status."""
-    device = launch(args)
-    # Deferred, here and below: importing torch, DeepSpeed and megatron-core takes seconds, which bad flags should not.
-    import torch.distributed as dist
+    with importing():  # a fifth of which would be the garbage collector's
+        device = launch(args)
+        # Deferred, here and below: importing torch, DeepSpeed and megatron-core takes seconds, which bad flags should
+        # not.
+        import torch.distributed as dist
 
-    from megaresume.batches.open import open_stream
-    from megaresume.cluster.training.logging import Stopwatch
-    from megaresume.cluster.training.loop import Trainer
-    from megaresume.cluster.training.model import LearningRate
-    from megaresume.cluster.training.vision import image_encoder
+        from megaresume.batches.open import open_stream
+        from megaresume.cluster.training.logging import Stopwatch
+        from megaresume.cluster.training.loop import Trainer
+        from megaresume.cluster.training.model import LearningRate
+        from megaresume.cluster.training.vision import image_encoder
 
     dp, schedule = check_layout(args, dist.get_world_size())
     _prepare_load(args, dp)
