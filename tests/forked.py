@@ -107,7 +107,7 @@ ROOM = {"MEGARESUME_TESTS_ROOM": "." * 100_000}
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SET_CHILD_SUBREAPER = 36
 #: in paths of programs whose ranks start programs.
-_STARTING = ("megatron", "background", "elastic")
+_STARTING = ("megatron", "background", "elastic", "megaresume.run", "cluster.training", "loaders", "newest")
 
 
 @dataclass(frozen=True, kw_only=True)

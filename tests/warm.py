@@ -19,6 +19,7 @@ from tests import forked
 
 #: files and folders whose programs are forked.
 FORKED = (
+    "batches/test_agreement.py",
     "batches/test_loader.py",
     "batches/test_main_guard.py",
     "benchmarks/test_benchmarks.py",
