@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TextIO
 
 from megaresume.stream.errors import one_line, require, visible
+from megaresume.stream.progress import spell_amount
 
 #: Colours of lines in figures, in this order, distinguishable also by colour-blind people.
 COLOURS = ("#0b6e99", "#c2571a", "#2e7d4f", "#7b4ba8", "#8a6d00", "#b3356f", "#4a5568", "#009e8f")
@@ -86,11 +87,7 @@ def write_bytes(data: bytes | memoryview) -> None:
 
 def spell_bytes(num_bytes: float) -> str:
     """``12 B``, ``3.4 GB``."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.1f} TB"
+    return spell_amount(num_bytes, "B")
 
 
 def spell_seconds(seconds: float) -> str:

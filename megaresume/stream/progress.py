@@ -33,17 +33,18 @@ class _Lines:
             rate = self._done / max(now - self._start, 1e-9)
             of, left = "", ""
             if self._total is not None:
-                of = f" of {_short(self._total, self._unit)} ({100 * self._done / max(self._total, 1):.0f} %)"
+                of = f" of {spell_amount(self._total, self._unit)} ({100 * self._done / max(self._total, 1):.0f} %)"
                 left = f", {(self._total - self._done) / max(rate, 1e-9):.0f} s left"
-            done, speed = _short(self._done, self._unit), _short(rate, self._unit)
+            done, speed = spell_amount(self._done, self._unit), spell_amount(rate, self._unit)
             print(f"{self._what}: {done}{of}, {speed}/s{left}", file=sys.stderr, flush=True)
 
 
-def _short(amount: float, unit: str) -> str:
+def spell_amount(amount: float, unit: str) -> str:
+    """``12 B``, ``3.4 GB``, ``2.5 G documents``."""
     if amount < 1000:
         return f"{amount:.0f} {unit}"
     prefix = ""
-    for prefix in ("k", "M", "G", "T"):  # noqa: B007 - the last one is used below
+    for prefix in ("K", "M", "G", "T"):  # noqa: B007 - the last one is used below
         amount /= 1000
         if amount < 1000:
             break

@@ -22,10 +22,10 @@ def test_short_work_is_silent(capsys):
 
 @pytest.mark.parametrize(
     ("amount", "unit", "text"),
-    [(999, "B", "999 B"), (1000, "B", "1.0 kB"), (2.5e9, "documents", "2.5 G documents"), (1e16, "B", "10000.0 TB")],
+    [(999, "B", "999 B"), (1000, "B", "1.0 KB"), (2.5e9, "documents", "2.5 G documents"), (1e16, "B", "10000.0 TB")],
 )
 def test_short_numbers(amount, unit, text):
-    assert module._short(amount, unit) == text
+    assert module.spell_amount(amount, unit) == text
 
 
 def test_bar_on_a_terminal(monkeypatch, capsys):
