@@ -309,10 +309,13 @@ def _read(path: Path) -> Mapping[str, Any]:
         raise _damaged(path, f"{len(text)} bytes that are not JSON ({error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT or not isinstance(data.get("fingerprints", []), list):
         raise _damaged(path, "JSON of another kind")
-    if data.get("version") != VERSION:
+    version = data.get("version")
+    if type(version) is not int or version < 1:
+        raise _damaged(path, f"version {version!r}")
+    if version != VERSION:
         raise CorpusError(
             f"{path} has a version that this release cannot read",
-            found=f"version {data.get('version')!r}",
+            found=f"version {version}",
             expected=f"version {VERSION}",
             cause="it was written by a newer megaresume",
             action="upgrade: pip install --upgrade megaresume",

@@ -157,6 +157,13 @@ def test_a_tokenizer_without_its_fingerprint_is_refused(prefix):
         IndexedSource(prefix).fingerprint()
 
 
+@pytest.mark.parametrize("version", ["0", "-1", "null", "true", "1.0", '"2"'])
+def test_what_is_no_version_is_damage(prefix, version):
+    sidecar_path(prefix).write_text(f'{{"format": "megaresume.corpus", "version": {version}}}')
+    with pytest.raises(CorpusError, match="is damaged"):
+        IndexedSource(prefix).fingerprint()
+
+
 def test_newer_sidecar_is_refused(prefix):
     sidecar_path(prefix).write_text('{"format": "megaresume.corpus", "version": 2}')
     with pytest.raises(CorpusError, match="a version that this release cannot read"):
