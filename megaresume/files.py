@@ -103,7 +103,8 @@ _LEFTOVER = re.compile(r"\..+\.megaresume-[0-9]+-[0-9a-f]{8}\.tmp")
 #: ENOSPC, EDQUOT) means lost data, and is an error.
 _NO_FSYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
-_CAUSES = {
+#: errors of a file system -> the likely cause, and the next action.
+CAUSES = {
     errno.ENOSPC: ("the disk is full", "free space on it, or save elsewhere"),
     errno.EDQUOT: ("the quota is used up", "free space in it, or save elsewhere"),
     errno.EROFS: ("the filesystem is mounted read-only", "save to a writable directory"),
@@ -122,6 +123,10 @@ _CAUSES = {
         "a name in this path is longer than the filesystem allows",
         "save to a directory with a shorter name",
     ),
+    errno.EFBIG: (
+        "the file is larger than the filesystem, or this user's limit, allows",
+        "save elsewhere; ulimit -f shows the limit",
+    ),
     errno.EISDIR: ("a directory has the name of the file", "move that directory away"),
 }
 
@@ -132,7 +137,7 @@ READABLE = "check its permissions, and that its file system is mounted and answe
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
     """Turn the system's error into ours, with the likely cause and the next action."""
-    cause, action = _CAUSES.get(error.errno or 0, (None, None))
+    cause, action = CAUSES.get(error.errno or 0, (None, None))
     return CheckpointError(f"cannot write {path}", found=f"{error.strerror or error}", cause=cause, action=action)
 
 
@@ -239,6 +244,22 @@ def written_atomically(path: Path, *, sync: bool = True, drafts: Path | None = N
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Write a file that a user has asked for: atomically, or into a pipe that somebody reads, or a device.
+
+    Raises:
+        OSError: it cannot be written; nobody reads the pipe.
+    """
+    if not path.exists() or path.is_file():
+        with written_atomically(Path(os.path.realpath(path)), sync=False) as file:
+            file.write(data)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # would otherwise wait for a reader
+    with open(descriptor, "wb") as file:
+        os.set_blocking(descriptor, True)
+        file.write(data)
 
 
 def leftover_name(name: str) -> str:

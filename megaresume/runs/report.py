@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megaresume.files import write_output
 from megaresume.render import COLOURS, escape, html_table, page, svg
 from megaresume.runs import prompts
 from megaresume.runs.directory import Run
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(output: Path, text: str) -> None:
     try:
-        output.write_text(text, encoding="utf-8")
+        write_output(output, text.encode())
     except OSError as error:
         raise SetupError(
             f"cannot write {output}", found=error.strerror or str(error), action="--output ANOTHER"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
+import signal
+import stat
+import threading
 
 import pytest
 
@@ -40,6 +45,36 @@ def test_without_corpora_and_log(run, capsys):
     assert main(["report", str(run.save)]) == 0
     page = (run.save / "report.html").read_text()
     assert page.count("<svg") == 2 and f"{newest.tokens:,} tokens" in page
+
+
+def test_a_pipe_in_place_of_the_page(run, capsys):
+    """It is refused if nobody reads it, and otherwise written to."""
+    pipe = run.save / "report.html"
+    os.mkfifo(pipe)
+    assert main(["report", str(run.save)]) == 1
+    assert "--output ANOTHER" in capsys.readouterr().err
+    read = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader.start()
+    while main(["report", str(run.save)]) != 0:  # until the reader has opened it
+        pass
+    reader.join()
+    assert read[0].startswith(b"<!doctype html>") and stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_page_that_cannot_be_written_keeps_the_old_one(run, capsys, monkeypatch):
+    assert main(["report", str(run.save)]) == 0
+    before = (run.save / "report.html").read_bytes()
+    monkeypatch.setattr("megaresume.runs.report.run_page", lambda _: "x" * 10_000_000)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        assert main(["report", str(run.save)]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert "cannot write" in capsys.readouterr().err and (run.save / "report.html").read_bytes() == before
 
 
 def test_names_in_any_script(recwarn):
