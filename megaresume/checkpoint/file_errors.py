@@ -19,6 +19,7 @@ from typing import TypeVar
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.meetings import FailedElsewhereError, Failure, LostRankError, Meeting
 from megaresume.checkpoint.ranks import is_known_to_all, known_to_all
+from megaresume.files import CAUSES
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
 T = TypeVar("T")
@@ -32,6 +33,13 @@ def writing(tag_dir: Path) -> Iterator[None]:
     except Exception as error:
         if _is_known(error):
             raise
+        if not _is_of_disk(error):
+            raise CheckpointError(
+                f"the checkpoint {tag_dir.name} could not be written; the pointers stay as they were",
+                found=_words(error),
+                cause="what is to be saved, or a function of yours that is called in a save, raises this",
+                action="correct what the traceback names, and start again: the checkpoint before this one is kept",
+            ) from error
         raise CheckpointError(
             f"the files of the checkpoint {tag_dir.name} could not be written; the pointers stay as they were",
             found=_words(error) + _room(tag_dir.parent),
@@ -153,6 +161,21 @@ def _raised_in(error: BaseException) -> str | None:
     while place is not None and place.tb_next is not None:
         place = place.tb_next
     return None if place is None else place.tb_frame.f_globals.get("__name__")
+
+
+#: how torch's writer of files, and libraries in other languages, name an error of the system.
+_OF_DISK = re.compile(r"PytorchStreamWriter|inline_container|iostream error|Parent directory|os error [0-9]|I/O error")
+
+
+def _is_of_disk(error: BaseException | None) -> bool:
+    """Whether an error of a save, or what it was raised from, is the system's about a file."""
+    if error is None:
+        return False
+    if isinstance(error, OSError):
+        return error.errno in CAUSES
+    inner = (cause for cause, _ in getattr(error, "failures", {}).values())
+    found = _OF_DISK.search(str(error)) or any(map(_is_of_disk, inner))
+    return bool(found) or _is_of_disk(error.__cause__ or error.__context__)
 
 
 def _is_known(error: Exception) -> bool:

@@ -38,6 +38,36 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     assert "No space left on device" in str(caught.value) and "GB are free in" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"),
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_disk_in_the_words_of_others(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(CheckpointError) as caught, writing(tmp_path / "global_step4"):
+        raise error
+    assert "disk is full" in str(caught.value.cause)
+
+
+def test_a_disk_that_is_full_on_another_rank(tmp_path: Path) -> None:
+    failed = CheckpointException("write", {1: (OSError(28, "No space left on device"), StackSummary())})
+    with pytest.raises(CheckpointError) as caught, writing(tmp_path / "global_step4"):
+        raise RuntimeError(str(failed)) from failed
+    assert "No space left" in str(caught.value.found) and "disk is full" in str(caught.value.cause)
+
+
+def test_an_error_that_no_disk_raises(tmp_path: Path) -> None:
+    def save(model: object) -> None:
+        torch.save(model, tmp_path / "a.pt")
+
+    with pytest.raises(CheckpointError, match="could not be written") as caught, writing(tmp_path / "global_step4"):
+        save(lambda: None)  # cannot be pickled
+    assert "pickle" in str(caught.value.found) and "is full" not in str(caught.value)
+
+
 def test_what_a_rank_has_said_in_a_distributed_load(tmp_path: Path) -> None:
     """torch's own first line names the ranks, and not what is wrong."""
     failed = CheckpointException("read", {1: (EOFError("Ran out of input"), StackSummary())})
