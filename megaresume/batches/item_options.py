@@ -83,7 +83,7 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         ConfigError: an unknown option of a dataset.
     """
     if not isinstance(dataset, Mapping) or _has_items_by_number(dataset):
-        check_map_style(dataset, ONLY)
+        check_map_style(dataset, f"dataset '{ONLY}'")
         return {ONLY: (dataset, {"weight": 1})}
     pairs = {name: value for name, value in dataset.items() if isinstance(value, tuple) and len(value) == 2}
     if len(dataset) == 0 or len(pairs) != len(dataset):
@@ -95,7 +95,7 @@ def named(dataset: Any) -> dict[str, tuple[Any, Mapping[str, Any]]]:
         )
     datasets: dict[str, tuple[Any, Mapping[str, Any]]] = {}
     for name, (one, said) in pairs.items():
-        check_map_style(one, name)
+        check_map_style(one, f"dataset '{name}'")
         options = said if isinstance(said, Mapping) else {"weight": said}
         check_keys(options, OF_A_DATASET, f"dataset '{name}'")
         datasets[name] = one, options

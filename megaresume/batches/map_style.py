@@ -26,8 +26,14 @@ _ROWS = ("parquet", "json", "arrow", "text")
 _METHODS = {"MappedExamplesIterable": "map", "FilteredExamplesIterable": "filter"}
 
 
-def check_map_style(dataset: Any, name: str) -> None:
+def check_map_style(dataset: Any, what: str, *, takes_others: bool = True) -> None:
     """Refuse a dataset whose items cannot be read by number.
+
+    Args:
+        dataset: what was given.
+        what: it, for people: ``dataset 'web'``.
+        takes_others: whether to name the calls that take a stream, or a loader with a state: not if the user's trainer
+            takes neither.
 
     Raises:
         UsageError: a path, a loader, an IterableDataset, or an object without ``len(dataset)`` and ``dataset[i]``.
@@ -35,29 +41,36 @@ def check_map_style(dataset: Any, name: str) -> None:
     expected = "a map-style dataset: len(dataset), and dataset[i] for each i below it"
     if isinstance(dataset, str | bytes | os.PathLike):  # text has characters by number
         path = repr(os.fspath(dataset))
+        streams = (
+            f"megaresume.StreamLoader(megaresume.open_stream({path}), ...), or under DeepSpeed "
+            f"megaresume.attach(engine, {path}), for a data.yaml; for other files, "
+        )
         raise UsageError(
-            f"dataset '{name}' is a path",
+            f"{what} is a path",
             found=f"{path}, a path",
             expected=expected,
-            action=f"megaresume.StreamLoader(megaresume.open_stream({path}), ...), or under DeepSpeed "
-            f"megaresume.attach(engine, {path}), for a data.yaml; for other files, the dataset that reads them",
+            action=f"{streams if takes_others else ''}the dataset that reads {'them' if takes_others else 'it'}",
         )
     is_iterable = isinstance(dataset, torch.utils.data.IterableDataset)
     if not is_iterable and all(hasattr(type(dataset), member) for member in ("__len__", "__getitem__")):
         return
     of_files, instead = "", "use the map-style form of the same data"
     if is_streaming(dataset):
-        of_files, calls = calls_instead(dataset)
+        of_files, calls = calls_instead(dataset, takes_streams=takes_others)
         instead = f"use {calls}"
     elif isinstance(dataset, torch.utils.data.DataLoader):
-        instead = "pass its dataset: megaresume.DataLoader(loader.dataset, batch_size=...)"
+        instead = "pass its dataset: loader.dataset"
+        if takes_others:
+            instead = "pass its dataset: megaresume.DataLoader(loader.dataset, batch_size=...)"
+    if takes_others:
+        instead += "; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
+        instead += "megaresume.attach(engine, loader)"
     raise UsageError(
-        f"dataset '{name}' has no items by number",
+        f"{what} has no items by number",
         found=f"{type(dataset).__module__}.{type(dataset).__qualname__}{_form(dataset)}{of_files}",
         expected=expected,
         cause="what can only be read from its beginning has no position that a resume could return to",
-        action=f"{instead}; or, under DeepSpeed, give its own loader, with state_dict and load_state_dict, to "
-        "megaresume.attach(engine, loader)",
+        action=instead,
     )
 
 
@@ -76,11 +89,12 @@ def is_streaming(dataset: object) -> bool:
     return any(f"{kind.__module__}.{kind.__name__}" == _NAME for kind in type(dataset).__mro__)
 
 
-def calls_instead(dataset: Any) -> tuple[str, str]:
+def calls_instead(dataset: Any, *, takes_streams: bool) -> tuple[str, str]:
     """The files of a streaming dataset, and the calls that train on the same rows without streaming.
 
     Args:
         dataset: see `is_streaming`.
+        takes_streams: whether to name streams of a data.yaml too.
     """
     chain = list(_chain(dataset))
     files = next((found for one in reversed(chain) if (found := _files(getattr(one, "kwargs", None)))), [])
@@ -94,10 +108,10 @@ def calls_instead(dataset: Any) -> tuple[str, str]:
     if methods:
         call += f", and after it the same {' and '.join(f'.{name}()' for name in dict.fromkeys(methods))}"
     call += ": its rows are on the disk, and not in memory"
-    if builder in _ROWS:
+    if builder in _ROWS and takes_streams:
         call += "; or, of text, leave the files where they are: megaresume prepare FILES --tokenizer MODEL --output "
         call += "corpora/train --index-only, and open_stream of a data.yaml with path: corpora/train"
-    if builder == "webdataset":
+    if builder == "webdataset" and takes_streams:
         call += "; or read the shards in place: a source of kind webdataset in data.yaml (docs/shards.md)"
     return f" of {len(files)} {builder} file{'s' * (len(files) > 1)}", call
 

@@ -12,6 +12,7 @@ from typing import Any
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.item_options import ItemOptions
 from megaresume.batches.items import flatten
+from megaresume.batches.map_style import check_map_style
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.hosts.attach import kind_of, refuse
 from megaresume.hosts.hugging_face_families import is_of_sentence_transformers
@@ -41,6 +42,7 @@ def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
     from transformers.trainer_utils import seed_worker
 
     _check_options(options)
+    _check_datasets(trainer, data)
     args = trainer.args
     grouped = args.train_sampling_strategy == "group_by_length"
     if grouped:
@@ -105,6 +107,17 @@ def _check_options(options: ItemOptions) -> None:
             raise unknown_option(
                 "attach(trainer", name, value, ["data", "checkpoints", "stop", "metrics", *known], action=action
             )
+
+
+def _check_datasets(trainer: Any, data: Any) -> None:
+    """Refuse a dataset without items by number, in the Trainer's words."""
+    if isinstance(data, Mapping):
+        pairs = [(name, value) for name, value in data.items() if isinstance(value, tuple) and value]
+        datasets = {f"dataset '{name}'": value[0] for name, value in pairs}
+    else:
+        datasets = {"train_dataset" if data is trainer.train_dataset else "data=": data}
+    for what, one in datasets.items():
+        check_map_style(one, what, takes_others=False)
 
 
 # What is refused

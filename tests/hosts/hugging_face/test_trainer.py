@@ -232,13 +232,31 @@ class Lines(torch.utils.data.IterableDataset[Any]):
             {"save_total_limit": 1, "load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5},
             "load_best_model_at_end",
         ),
-        ({"data": Lines(), "max_steps": 5}, r"attach\(engine, loader\)"),
+        ({"data": Lines(), "max_steps": 5}, "train_dataset has no items by number"),
     ],
 )
 def test_refused(tmp_path: Path, options: Any, words: str) -> None:
     trainer = make(tmp_path / "run", **options)
     with pytest.raises(UsageError, match=words):
         megaresume.attach(trainer)
+
+
+def test_a_stream_is_refused_in_the_words_of_the_trainer(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"x": 1}\n')
+    streaming = datasets.load_dataset("json", data_files=str(rows), streaming=True, split="train")
+    trainer = make(tmp_path / "run")
+    given = {
+        "data= has": Lines(),
+        "data= is a path": "data.yaml",
+        "dataset 'web' has": {"web": (streaming, 1)},
+        "pass its dataset": torch.utils.data.DataLoader(trainer.train_dataset),
+    }
+    for words, data in given.items():
+        with pytest.raises(UsageError, match=words) as refused:
+            megaresume.attach(trainer, data)
+        assert not any(other in str(refused.value) for other in ("DeepSpeed", "DataLoader(", "open_stream"))
 
 
 def test_fsdp1_is_refused(tmp_path: Path) -> None:
