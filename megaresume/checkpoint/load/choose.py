@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megaresume.checkpoint.load.search import Choice, Rejected, Search
@@ -55,14 +55,20 @@ def choose(
         StateError: a record was written by a newer megaresume (`NewerFormatError`), or the ledger cannot be read.
     """
     root = Path(os.path.abspath(load_dir))
-    _check_root(root)
+    check_root(root, lambda real, named: f"load from {real}, with the tag {named} if it must be exactly that one")
     if tag is not None:
         check_tag(tag)
     search = Search(root, run_of(root), tag, checksums=checksums, progress=progress, damaged=damaged)
     return search.newest() if tag is None else search.exactly_tag(tag)
 
 
-def _check_root(root: Path) -> None:
+def check_root(root: Path, instead: Callable[[Path, str], str]) -> None:
+    """Raise a UsageError if what is named as a directory of checkpoints is a file, or a checkpoint.
+
+    Args:
+        root: an absolute path.
+        instead: the next action, for the directory that holds the checkpoint, and its tag.
+    """
     if root.exists() and not root.is_dir():
         raise UsageError(
             "the checkpoint directory is a file",
@@ -76,7 +82,7 @@ def _check_root(root: Path) -> None:
             "this is a tag directory, not a checkpoint root",
             found=str(root),
             expected=f"the directory that holds it: {real_root}",
-            action=f"load from {real_root}, with the tag {tag} if it must be exactly that one",
+            action=instead(real_root, tag),
         )
 
 

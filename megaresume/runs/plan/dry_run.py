@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.records.names import split_root
+from megaresume.checkpoint.load.choose import check_root
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import Answer, live, plain, told
 from megaresume.runs.directory import Run
@@ -401,14 +401,7 @@ def dry_run(directory: Path, flags: Flags) -> DryRun:
 
 
 def _check(directory: Path, flags: Flags) -> Run:
-    root, tag = split_root(directory)
-    if tag is not None:
-        raise UsageError(
-            "this is a tag directory, not a checkpoint root",
-            found=str(directory),
-            expected=f"the directory that holds it: {root}",
-            action=f"megaresume plan {root} --ckpt-step N",
-        )
+    check_root(directory, lambda root, _: f"megaresume plan {root} --ckpt-step N")
     if flags.data is not None and not flags.data.is_file():
         raise UsageError(
             "no such data config", found=f"--data {flags.data}", expected="a data.yaml", action="check the path"
