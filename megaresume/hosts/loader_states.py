@@ -109,13 +109,8 @@ class LoaderRecord:
                 sizes=tuple((count(first), count(size)) for first, size in fields["sizes"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise StateError(
-                "the record of the loader's states lacks a field or has one of the wrong kind",
-                found=f"{type(error).__name__}: {error}",
-                expected="the fields that megaresume writes",
-                cause="it was written by a faulty program: its checksum is right",
-                action="load another checkpoint",
-            ) from error
+            what, expected = "the record of the loader's states", "the fields that megaresume writes"
+            raise StateError.misshapen(what, error, expected, action="load another checkpoint") from error
 
 
 #: for a run that has not saved yet.

@@ -5,6 +5,7 @@ worded here; any other is worded where it is raised:
 
     raise UsageError.unknown("writer", word, WRITERS)               a word that is not in a list; names the nearest
     raise ConfigError.unreadable(path, error, "a JSON object")      a file that cannot be opened, read or parsed
+    raise StateError.misshapen("the record", error, "the fields")   a record that lacks a field, or has a wrong one
     require("pyarrow", "it reads .parquet", "pip install pyarrow")  a missing package, and how to install it
 
 Also here: showing text from elsewhere so that control characters hide nothing, and parsing JSON that may be damaged,
@@ -128,6 +129,28 @@ class MegaresumeError(Exception):
             reason = str(why) if isinstance(why, ValueError) else f"{type(why).__name__}: {why}"
         found = reason if at is None else f"{at}: {reason}"
         return cls(f"{what} cannot be read", found=found, expected=expected, action=action)
+
+    @classmethod
+    def misshapen(
+        cls, what: str, why: Exception, expected: str, *, at: object = None, action: str | None = None
+    ) -> Self:
+        """The error for a record whose checksum is right, and that lacks a field or has one of the wrong kind.
+
+        Args:
+            what: the record, for people.
+            why: the exception from reading its fields.
+            expected: the fields that should be there.
+            at: its path.
+            action: what to do next.
+        """
+        reason = why.line if isinstance(why, MegaresumeError) else f"{type(why).__name__}: {why}"
+        return cls(
+            f"{what} lacks a field or has one of the wrong kind",
+            found=reason if at is None else f"{at}: {reason}",
+            expected=expected,
+            cause="it was written by a faulty program: its checksum is right",
+            action=action,
+        )
 
 
 def _rebuild(cls: type[MegaresumeError], headline: str, fields: dict[str, object]) -> MegaresumeError:

@@ -403,13 +403,8 @@ def open_envelope(
     try:
         return make(body)
     except (KeyError, TypeError, ValueError, AttributeError, ConfigError) as error:
-        raise StateError(
-            "the data state lacks a field or has one of the wrong kind",
-            found=f"{type(error).__name__}: {error}",
-            expected=f"the fields of version {version}",
-            cause="it was written by a faulty program: its checksum is right",
-            action=_INSPECT,
-        ) from error
+        expected = f"the fields of version {version}"
+        raise StateError.misshapen("the data state", error, expected, action=_INSPECT) from error
 
 
 def _parse(data: object, texts: type | tuple[type, ...]) -> Mapping[str, Any]:

@@ -170,12 +170,7 @@ def read_record(
     try:
         return make(fields)
     except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise error(
-            f"{what} lacks a field or has one of the wrong kind",
-            found=f"{path}: {type(problem).__name__}: {problem}",
-            expected=f"the fields of version {version}",
-            cause="it was written by a faulty program: its checksum is right",
-        ) from problem
+        raise error.misshapen(what, problem, f"the fields of version {version}", at=path) from problem
 
 
 def count(value: object) -> int:

@@ -151,11 +151,11 @@ class OrderRecord:
             record: OrderRecord = read(cls, data, "the record")
             return record
         except ConfigError as error:
-            raise StateError(
-                "the recorded order of Megatron's datasets lacks a field or has one of the wrong kind",
-                found=f"{error.line}, in a state of kind {state.kind}",
-                expected="the fields that the guard records",
-                cause="the record was edited by hand",
+            raise StateError.misshapen(
+                "the recorded order of Megatron's datasets",
+                error,
+                "the fields that the guard records",
+                at=f"a state of kind {state.kind}",
                 action="load an older checkpoint with --ckpt-step N",
             ) from error
 
