@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megaresume.batches.data_loader import DataLoader
+from megaresume.checkpoint.ranks import world_size
 from megaresume.hosts.feeds import ItemFeed
 from megaresume.stream.errors import UsageError
 
@@ -45,7 +46,7 @@ class Endless:
             self._feed.loader.rewind(sample)
 
 
-def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str) -> None:
+def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str, given: str) -> None:
     """Raise a UsageError unless it is a `DataLoader` without an end, for this data-parallel rank.
 
     Args:
@@ -53,14 +54,14 @@ def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str) -
         trainer: for people: "the engine".
         ranks: data-parallel rank of this process, and their number.
         end: how the trainer is told when to end.
+        given: the arguments ``dp_rank`` and ``dp_size`` of a loader, in the words of the trainer.
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(
             "some ranks have a megaresume.DataLoader, and others have not",
             found="None" if loader is None else type(loader).__name__,
             expected="a megaresume.DataLoader on every rank, also on those whose batches other ranks read as well",
-            action=f"make it on every rank, with the dp_rank and dp_size of {trainer}; on a pipeline's middle stages "
-            "it reads nothing",
+            action=f"make it on every rank, with {given}; on a pipeline's middle stages it reads nothing",
         )
     if any(source.max_epochs is not None for source in loader.stream.config.sources):
         raise UsageError(
@@ -75,8 +76,7 @@ def check_endless(loader: Any, trainer: str, ranks: tuple[int, int], end: str) -
             f"the loader and {trainer} are on different data-parallel ranks",
             found="rank {} of {}".format(*own),
             expected="rank {} of {}".format(*ranks),
-            action="leave dp_rank and dp_size out, or, with tensor, pipeline or sequence parallelism, give those of "
-            f"{trainer}",
+            action="leave dp_rank and dp_size out" if ranks[1] == world_size() else f"DataLoader({given})",
         )
 
 

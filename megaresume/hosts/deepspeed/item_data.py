@@ -105,7 +105,9 @@ class ItemData(StreamData, EngineData):
 def check_loader(engine: Any, loader: Any) -> None:
     """Raise a UsageError unless it is a `DataLoader` without an end, for the engine's rank and sizes."""
     end = "stop when engine.global_steps is EPOCHS * len(dataset) // engine.train_batch_size()"
-    check_endless(loader, "the engine", (facts.data_rank(engine), facts.data_size(engine)), end)
+    group = "engine.data_parallel_group"
+    given = f"dp_rank=torch.distributed.get_rank({group}), dp_size=torch.distributed.get_world_size({group})"
+    check_endless(loader, "the engine", (facts.data_rank(engine), facts.data_size(engine)), end, given)
     check_sizes(engine, loader)
 
 

@@ -175,7 +175,8 @@ def _every_epoch(feed: ItemFeed) -> Iterator[Any]:
 def _check_items(host: MegatronHost, loader: Any) -> None:
     args = host.args
     ranks, micro = data_parallel(host.project), int(args.micro_batch_size)
-    check_endless(loader, "Megatron", ranks, "end with --train-iters or --train-samples")
+    given = "dp_rank=mpu.get_data_parallel_rank(), dp_size=mpu.get_data_parallel_world_size()"
+    check_endless(loader, "Megatron", ranks, "end with --train-iters or --train-samples", given)
     schedule = schedule_from_args(args, host.project, host.samples())
     if schedule.segments[-1][0] > host.samples():
         raise UsageError(

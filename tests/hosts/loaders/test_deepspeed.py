@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import megaresume
+from megaresume.hosts import endless
+from megaresume.hosts.deepspeed import item_data
 from megaresume.program import main
+from megaresume.stream.errors import UsageError
 
 HERE = Path(__file__).parent
 Launch = Callable[..., tuple[int, str]]
@@ -129,5 +135,21 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
     }
     assert found["dp"][2].startswith("start with 2 data-parallel ranks and 2 workers; or a stream")
     assert found["workers"][2].startswith("num_workers=2; or a stream of megaresume's")
+    assert found["rank"][2] == "leave dp_rank and dp_size out"
     assert found["sizes"][2] == "DataLoader(batch_size=2, accumulation=2)"
     assert "rank_00000.pkl" in found["damaged"][3] and "rank_00001.pkl" in found["missing"][3]
+
+
+def test_a_pipeline_is_told_the_ranks_that_its_loader_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages train the same samples, and torch.distributed says two ranks."""
+    loader = megaresume.DataLoader(torch.arange(8), batch_size=2, dp_rank=1, dp_size=2)
+    engine = SimpleNamespace(data_parallel_group=None)
+    monkeypatch.setattr(item_data.facts, "data_rank", lambda _: 0)
+    monkeypatch.setattr(item_data.facts, "data_size", lambda _: 1)
+    monkeypatch.setattr(endless, "world_size", lambda: 2)
+    with pytest.raises(UsageError) as caught:
+        item_data.check_loader(engine, loader)
+    assert caught.value.action == (
+        "DataLoader(dp_rank=torch.distributed.get_rank(engine.data_parallel_group), "
+        "dp_size=torch.distributed.get_world_size(engine.data_parallel_group))"
+    )
