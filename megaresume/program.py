@@ -130,6 +130,9 @@ def listed() -> str:
 def main(argv: list[str] | None = None) -> int:
     """Run a command line; returns the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as with >&-; without this, errors would go to standard output
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if argv[:1] == ["run"]:
         # The rest is the script's: its flags are not changed, and Python reports its errors.
         from megaresume.run import main as run_script

@@ -48,7 +48,8 @@ def in_place(text: str) -> str:
 
 def escape(text: str) -> str:
     """Text as HTML, with control characters made visible."""
-    return html.escape(visible(in_place(text)))
+    text = html.escape(visible(in_place(text)))
+    return text.encode(errors="backslashreplace").decode()  # a page is UTF-8, and a path may not be
 
 
 class Visible:

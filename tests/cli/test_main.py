@@ -104,3 +104,17 @@ def test_the_cheap_commands_import_nothing_heavy(run):
     )
     done = subprocess.run([sys.executable, "-c", code, str(run.save)], capture_output=True, text=True)
     assert done.stderr.strip() == "set()"
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("closed", "status"), [("latest {save} >&-", 0), ("latest {save}x 2>&-", 1), ("--help >&-", 0)]
+)
+def test_a_closed_stream_is_nobody_who_reads(run, closed, status):
+    """Python then has None in its place, and prints errors to standard output, where scripts read a path."""
+    import subprocess
+    import sys
+
+    command = f"{sys.executable} -m megaresume {closed.format(save=run.save)}"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")

@@ -77,6 +77,13 @@ def test_a_page_that_cannot_be_written_keeps_the_old_one(run, capsys, monkeypatc
     assert "cannot write" in capsys.readouterr().err and (run.save / "report.html").read_bytes() == before
 
 
+def test_a_directory_whose_name_is_not_utf8(run, tmp_path):
+    named = run.save.with_name("caf\udce9")
+    run.save.rename(named)
+    assert main(["report", str(named), "--output", str(tmp_path / "page.html")]) == 0
+    assert "caf\\udce9</h1>" in (tmp_path / "page.html").read_text()
+
+
 def test_names_in_any_script(recwarn):
     assert "日本" in svg(lambda axes: axes.set_title("日本"), height=1)
     assert not list(recwarn)
