@@ -23,6 +23,7 @@ FORKED = (
     "batches/test_loader.py",
     "batches/test_main_guard.py",
     "benchmarks/test_benchmarks.py",
+    "benchmarks/test_peers.py",
     "checkpoint/metrics/test_record.py",
     "checkpoint/metrics/test_trouble.py",
     "checkpoint/store/test_nodes.py",
