@@ -4,7 +4,8 @@
     options.py   errors about options that a trainer does not have, or that are missing
     count.py     the promise: each step trains the micro-batches that were taken for it, once
     steps.py     `Steps`: that count, for a trainer that iterates over them
-    feeds.py     where micro-batches come from; whether those of all ranks form one run
+    feeds.py     where micro-batches come from; whether those of all ranks form one run; parallelism.py: whether they
+                 suit how models are divided
     trainer.py   `TrainerHost`: a trainer as a host, declared
     prompts.py   `Prompts`: those of reinforcement learning, each trained once in whatever order rollouts end;
                  prompt_order.py: the item of each; tickets.py: identifies a returning rollout

@@ -5,23 +5,17 @@ For trainers that count epochs themselves: `micro_batches`, `micro_batches_to`, 
 
 The feeds of all processes form one run: each sample of a step is trained by exactly one rank. Every loader deals out
 samples independently, by its number among the data-parallel ranks. `check_shares` compares these numbers between
-processes, and everything else that dealing depends on; `check_same_data` compares the data; `check_averaged` compares
-the numbers with the processes over which gradients are averaged. Processes that train the same samples together
-(tensor, pipeline, context parallelism) have the same number.
+processes, and everything else that dealing depends on; `check_same_data` compares the data. Processes that train the
+same samples together (tensor, pipeline, context parallelism) have the same number: see `megaresume.hosts.parallelism`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any, Protocol
-
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.batches.agreement import order_of
 from megaresume.batches.data_loader import DataLoader
@@ -36,11 +30,6 @@ from megaresume.hosts.attach import kind_of
 from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError, listed
 from megaresume.stream.left_out import NO_FAULTS, FaultRecord, Faults
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch 2.4 and 2.5
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
 
 log = logging.getLogger(__name__)
 
@@ -370,7 +359,8 @@ def _topology(loader: DataLoader | StreamLoader, micro_batch_size: int, step_sam
     )
 
 
-_LEAVE_OUT = "leave dp_rank and dp_size out: they are then torch.distributed's"
+#: An action for loaders with other numbers.
+LEAVE_OUT = "leave dp_rank and dp_size out: they are then torch.distributed's"
 
 
 def check_shares(feed: Feed) -> None:
@@ -389,7 +379,7 @@ def check_shares(feed: Feed) -> None:
             found=listed(found, 8),
             expected="one dp_size, and each dp_rank from 0 to dp_size - 1 in as many processes as any other",
             cause="dp_rank is the number on a node (LOCAL_RANK), or one that was written down",
-            action=f"{_LEAVE_OUT}; with tensor, pipeline or context parallelism, take them from the mesh",
+            action=f"{LEAVE_OUT}; with tensor, pipeline or context parallelism, take them from the mesh",
         )
         raise known_to_all(error)
     same_on_all_ranks(
@@ -420,50 +410,3 @@ def check_same_data(feed: Feed | None) -> None:
         "or with other skips",
         action="give every rank all of it, from the same files, with the same seed and skips: the loader deals it out",
     )
-
-
-def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_parallel: int) -> None:
-    """Refuse a model whose gradients are averaged over processes that train the same samples.
-
-    Args:
-        modules: on this rank, wrapped.
-        dp_size: that of its loader.
-        context_parallel: number of processes that train the same samples together, and whose gradients are averaged
-            nevertheless.
-
-    Raises:
-        UsageError: DDP or FSDP averages over more processes than the loaders deal samples to; or FSDP1.
-    """
-    averaged = max((_averaged(part) for module in modules for part in module.modules()), default=1)
-    if averaged > dp_size * context_parallel:
-        raise UsageError(
-            "every sample would be trained by several processes",
-            found=f"DDP or FSDP over {averaged} processes, and a loader with dp_size={dp_size}",
-            expected=f"dp_size={averaged // context_parallel}",
-            cause="dp_rank and dp_size are those of a node, or were written down for one process",
-            action=f"{_LEAVE_OUT}; if processes train the same samples together: attach(..., context_parallel=...)",
-        )
-
-
-def _averaged(module: torch.nn.Module) -> int:
-    """The number of processes over which a module's gradients are averaged; 1: it is not itself wrapped."""
-    if isinstance(module, DistributedDataParallel):
-        return dist.get_world_size(module.process_group)
-    if isinstance(module, FullyShardedDataParallel):
-        raise UsageError(
-            "FSDP1 cannot be used in your own loop",
-            found="a module in torch.distributed.fsdp.FullyShardedDataParallel",
-            expected="DDP, FSDP2 or neither",
-            cause="what its state dict holds cannot be saved while training continues",
-            action="torch.distributed.fsdp.fully_shard(model)",
-        )
-    if isinstance(module, FSDPModule):
-        state: Any = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
-        return max((_mesh_size(group.mesh_info) for group in groups if group is not None), default=1)
-    return 1
-
-
-def _mesh_size(info: Any) -> int:
-    """The size of the dimensions over which FSDP2 shards and replicates."""
-    return int(getattr(info, "shard_mesh_size", 1)) * int(getattr(info, "replicate_mesh_size", 1))

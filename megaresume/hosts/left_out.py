@@ -46,7 +46,7 @@ def check_all(
     """
     gc.collect()  # remains of earlier trainings
     classes = (*_SCHEDULERS, torch.optim.Optimizer, AveragedModel, torch.amp.GradScaler)
-    living = _living(lambda kind: issubclass(kind, classes))
+    living = living_objects(lambda kind: issubclass(kind, classes))
     check_schedulers(optimizers, kept, scheduler, living, beginning)
     check_inner(optimizers, kept, inner)
     warn_of_forgotten(modules, optimizers, kept, living, beginning, writers)
@@ -80,7 +80,7 @@ def check_schedulers(
         if not any(_is_scheduled(one) for one in unknown):
             return
         gc.collect()  # the mark outlives a scheduler, such as that of a learning-rate search
-        living = _living(lambda kind: issubclass(kind, _SCHEDULERS))
+        living = living_objects(lambda kind: issubclass(kind, _SCHEDULERS))
     scheduled = [_of(one, "optimizer") for one in living if _is_scheduler(one)]
     found = [f"{kind_of(one)} with a scheduler" for one in unknown if any(one is other for other in scheduled)]
     if beginning is not None:
@@ -197,7 +197,7 @@ class Beginning:
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module], kept: Iterable[Any]) -> None:
-        living = _living(_can_change)
+        living = living_objects(_can_change)
         self._schedulers = [(weakref.ref(one), _steps_of(one)) for one in living if _is_scheduler(one)]
         held = [*modules, *(part for one in kept for part in _parts(one) if _is_module(part))]
         parts = {id(part): part for module in held for part in module.modules()}
@@ -422,7 +422,7 @@ def _can_change(kind: type) -> bool:
     return all(map(callable, methods)) and not issubclass(kind, (torch.optim.Optimizer, torch.amp.GradScaler))
 
 
-def _living(is_wanted: Callable[[type], bool]) -> list[Any]:
+def living_objects(is_wanted: Callable[[type], bool]) -> list[Any]:
     """All objects of the wanted classes, by type(), as isinstance() would ask proxies for their class."""
     kinds: dict[type, bool] = {}
     found = []

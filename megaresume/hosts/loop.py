@@ -32,9 +32,10 @@ from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
-from megaresume.hosts.feeds import Feed, check_averaged, feed_of
+from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
+from megaresume.hosts.parallelism import check_averaged, check_together
 from megaresume.hosts.replicas import warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
@@ -89,6 +90,13 @@ class LoopHost(TrainerHost):
         feed = feed_of(self.data)
         check_averaged(self.objects.modules.values(), self.data.dp_size, self.context_parallel)
         return feed
+
+    def open(
+        self, feed: Feed, checkpoints: Checkpoints, stop: StopConditions | None = None, metrics: Any = None
+    ) -> None:
+        """See `TrainerHost`."""
+        check_together(list(self.objects.modules.values()), feed.loader.dp_rank)
+        super().open(feed, checkpoints, stop, metrics)
 
     @property
     def device(self) -> Any:

@@ -23,6 +23,31 @@ def stream_loader(samples: int = 8, **options: Any) -> Any:
     return megaresume.StreamLoader(stream, megaresume.BatchSchedule.constant(samples), micro_batch_size=2, **options)
 
 
+def divided(parallel: str) -> Any:
+    """A model whose layers, or stages, are divided over both ranks; else `wrapped`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Linear(4, 4))
+    if parallel == "stages":
+        stage = layers[dist.get_rank()]
+        stage.keeper = [PipelineStage(stage, dist.get_rank(), 2, torch.device("cpu"))]
+        return stage
+    if parallel == "layers":
+        return parallelize_module(layers, init_device_mesh("cpu", (2,)), {"*": ColwiseParallel()})
+    if parallel == "layers and fsdp2":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        return fully_shard(parallelize_module(layers, mesh["tp"], {"*": ColwiseParallel()}), mesh=mesh["dp"])
+    if parallel == "fsdp2 and layers":
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        return fully_shard(parallelize_module(layers, mesh["tp"], {"*": ColwiseParallel()}), mesh=mesh["dp"])
+    if parallel == "within fsdp2":
+        return fully_shard(torch.nn.Sequential(layers), mesh=init_device_mesh("cpu", (2,)))[0]
+    return wrapped(parallel)
+
+
 def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]:
     """By name: loader, model, further arguments of megaresume.attach."""
 
@@ -37,6 +62,14 @@ def cases(rank: int) -> dict[str, tuple[Callable[[], Any], str, dict[str, Any]]]
         "text": (text(), "ddp", {}),
         "items": (items(), "fsdp2", {}),
         "tensor parallel": (text(**alone), "", {}),
+        "layers": (text(**alone), "layers", {}),
+        "layers and fsdp2": (text(**alone), "layers and fsdp2", {}),
+        "fsdp2 and layers": (items(), "fsdp2 and layers", {}),
+        "within fsdp2": (items(), "within fsdp2", {}),
+        "stages": (text(**alone), "stages", {}),
+        "layers, left out": (items(), "layers", {}),
+        "layers and fsdp2, left out": (items(), "layers and fsdp2", {}),
+        "stages, left out": (items(), "stages", {}),
         "context parallel": (text(**alone), "ddp", {"context_parallel": 2}),
         "numbers on a node": (text(dp_rank=0, dp_size=2), "ddp", {}),
         "numbers on a node, items": (items(dp_rank=1, dp_size=2), "ddp", {}),
@@ -112,7 +145,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, said = dist.get_rank(), {}
     for number, (name, (make, parallel, more)) in enumerate(cases(rank).items()):
-        model = wrapped(parallel)
+        model = divided(parallel)
         try:
             checkpoints = megaresume.Checkpoints(save_dir=Path(sys.argv[1]) / str(number))
             loop = megaresume.attach({"model": model}, make(), checkpoints=checkpoints, **more)

@@ -33,6 +33,8 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
     assert said["text"] == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert len({*said["items"][0], *said["items"][1]}) == 4
     assert said["tensor parallel"] == said["context parallel"] == [list(range(8))] * 2
+    assert said["layers"] == said["layers and fsdp2"] == said["stages"] == said["tensor parallel"]
+    assert said["fsdp2 and layers"] == said["within fsdp2"] == said["items"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,9 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
         ("accumulation", "disagree on the batches(.|\n)*accumulation=1,(.|\n)*accumulation=2,"),
         ("schedule", "disagree on the batches(.|\n)*8(.|\n)*12"),
         ("skips", "disagree on the data"),
+        ("layers, left out", "of one tensor-parallel group would(.|\n)*process 0: dp_rank=0, process 1: dp_rank=1"),
+        ("layers and fsdp2, left out", "of one tensor-parallel group would train different samples"),
+        ("stages, left out", "of one pipeline group would(.|\n)*process 0: dp_rank=0, process 1: dp_rank=1"),
         ("writer", "disagree on what is saved(.|\n)*rank 0: dcp: model; rank 1: torch: model"),
     ],
 )
