@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import UsageError
 
 DATA = """\
@@ -122,11 +123,14 @@ def run(args: argparse.Namespace) -> int:
             expected="a directory without them",
             action=f"megaresume new {args.trainer} ANOTHER_DIRECTORY",
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    for name, text in texts.items():
-        (directory / name).write_bytes(text)
-    if start.data is not None:
-        _prepare(start.data, directory)
+    make_dir(directory)
+    with contextlib.ExitStack() as undo:  # what is left half-written would be in the way of the next attempt
+        for name, text in texts.items():
+            write_atomic(directory / name, text)
+            undo.callback((directory / name).unlink, missing_ok=True)
+        if start.data is not None:
+            _prepare(start.data, directory)
+        undo.pop_all()
     print(f"{directory}: {', '.join(texts)}\n")
     print(f"  pip install 'megaresume[{start.extra}]'")
     print(f"  cd {directory}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -163,3 +164,15 @@ def test_megatrons_script_starts_and_goes_on(tmp_path: Path) -> None:
 
 def _saves(name: str) -> str:
     return {"lightning": "checkpoints/run", "accelerate": "checkpoints/checkpoints"}.get(name, "checkpoints")
+
+
+def test_a_full_disk_leaves_nothing_in_the_way(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, hard))  # train.py is shorter, and the corpus is not
+    try:
+        done = megaresume("new", "deepspeed", tmp_path / "here")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.returncode == 1 and f"cannot write {tmp_path}" in done.stderr
+    assert list((tmp_path / "here").iterdir()) == []
+    assert megaresume("new", "deepspeed", tmp_path / "here").returncode == 0
