@@ -103,6 +103,7 @@ def attach(
         StateError: the data or its batch sizes differ between ranks.
     """
     facts.check_engine(engine)
+    _check_curriculum(engine)
     if (kind := _kind_of(data)) != "config":
         refused: dict[str, Any] = {
             "schedule": schedule,
@@ -199,6 +200,19 @@ def _kind_of(data: Any) -> Literal["config", "items", "loader"]:
             action="megaresume.attach(engine, 'data.yaml')",
         )
     return "items" if "items" in kinds else "loader" if "loader" in kinds else "config"
+
+
+def _check_curriculum(engine: Any) -> None:
+    """Refuse a curriculum of DeepSpeed's, which is the order of a loader that DeepSpeed makes."""
+    settings = ("data_efficiency_enabled", "data_sampling_enabled", "curriculum_learning_enabled")
+    if all(getattr(engine, name, lambda: False)() for name in settings):
+        raise UsageError(
+            "DeepSpeed's curriculum cannot be used with megaresume.attach",
+            found="data_efficiency.data_sampling.curriculum_learning.enabled: true in the DeepSpeed config",
+            expected="not set",
+            cause="it orders the samples of deepspeed.initialize(training_data=...) alone, and would have no effect",
+            action="set it to false; stages change the data during a run, in a data.yaml or DataLoader(stages=...)",
+        )
 
 
 def _refuse_options(kind: Literal["items", "loader"], found: Sequence[str]) -> None:

@@ -62,6 +62,12 @@ found["no_state"] = toy.error_of(
 )
 of_rank_1 = megaresume.DataLoader(torch.arange(10), batch_size=2, dp_rank=1, dp_size=2)
 found["rank"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=2), of_rank_1))
+sampling = {"enabled": True, "curriculum_learning": {"enabled": True, "curriculum_metrics": {"length": {}}}}
+curriculum = {"enabled": True, "data_sampling": sampling}
+items = megaresume.DataLoader(torch.arange(10), batch_size=2)
+found["curriculum"] = toy.error_of(
+    lambda: megaresume.attach(toy.engine_of(micro=2, batch=2, data_efficiency=curriculum), items)
+)
 without_accumulation = megaresume.DataLoader(torch.arange(10), batch_size=2)
 found["sizes"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=4), without_accumulation))
 engine = toy.engine_of(micro=2, batch=2)

@@ -122,6 +122,7 @@ def test_refusals(run: Run, launch: Launch, energon_dataset: Path, second_life: 
         "batch_size": ["StateError", "the batch size of the loader changed, and its state counts in batches"],
         "kind": ["StateError", "the checkpoint was trained with another kind of loader"],
         "rank": ["UsageError", "the loader and the engine are on different data-parallel ranks"],
+        "curriculum": ["UsageError", "DeepSpeed's curriculum cannot be used with megaresume.attach"],
         "sizes": ["UsageError", "the loader and the engine have different batch sizes"],
         "damaged": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'damaged'} is complete"],
         "missing": ["CheckpointError", f"none of the 3 checkpoints in {run.root / 'missing'} is complete"],
