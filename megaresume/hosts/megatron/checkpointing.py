@@ -247,7 +247,8 @@ def _not_loaded(host: MegatronHost, ending: SystemExit) -> BaseException:
         found=f"--load {host.args.load}; what it printed above says why",
         expected="a checkpoint that this Megatron can read with this torch",
         cause="an old Megatron under torch 2.6 or later, which loads weights only; another --ckpt-format, parallel "
-        "layout or model; or nothing there, with --exit-on-missing-checkpoint",
+        "layout or model; a checkpoint of --no-save-rng, without --no-load-rng; or nothing there, with "
+        "--exit-on-missing-checkpoint",
         action=f"megaresume doctor {host.args.load} --log LOG",
     )
 
@@ -367,7 +368,8 @@ def _random_state(args: Any, saved_with: Any) -> str | None:
 def _warn_of_no_random_state(args: Any) -> None:
     if is_rank_0() and getattr(args, "save", None) and getattr(args, "no_save_rng", None):
         print(
-            "megaresume: warning: --no-save-rng: the checkpoints of this run hold no random state. With dropout, "
-            "losses after a resume differ from those of a run that was never stopped",
+            "megaresume: warning: --no-save-rng: the checkpoints of this run hold no random state. Megatron resumes "
+            "from them only with --no-load-rng, and with dropout, losses then differ from those of a run that was "
+            "never stopped",
             flush=True,
         )

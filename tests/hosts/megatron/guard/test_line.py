@@ -21,7 +21,9 @@ def test_the_line_after_an_accepted_change(mini: Any, corpora: Corpora, tmp_path
         assert done.status == 0, done.output
         return str(done.output)
 
-    assert "--no-save-rng: the checkpoints of this run hold no random state" in run(0.6, 3, "--no-save-rng")
+    said = run(0.6, 3, "--no-save-rng")
+    assert "--no-save-rng: the checkpoints of this run hold no random state" in said
+    assert "Megatron resumes from them only with --no-load-rng" in said
     accept = ("--megaresume-accept", "data-path@24")
     changed = run(0.7, 6, *accept)
     assert "| repeated unknown skipped unknown (order changed: data-path@24) | step 3 from iter_0000003" in changed
