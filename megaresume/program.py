@@ -141,11 +141,11 @@ def main(argv: list[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape")  # a path is bytes: pass them on to launch scripts unchanged
     argv = normalise(argv)
-    if not argv:
-        print(welcome(Path.cwd()))
-        return 0
     asked = next((word for word in argv if word in COMMANDS), None)
     try:
+        if not argv:
+            print(welcome(Path.cwd()))
+            return 0
         return _run(argv, asked)
     except (UsageError, NoFileError) as error:
         return _report(error, 2)
@@ -301,8 +301,10 @@ def _checkpoints(directory: Path) -> str | None:
     """The directory whose checkpoints changed last, as written on a command line."""
     from megaresume.checkpoint.records.names import tag_iteration
 
-    found = []
-    for place in [directory, *directory.iterdir()]:
+    found, places = [], [directory]
+    with contextlib.suppress(OSError):  # it may be entered and not listed
+        places += directory.iterdir()
+    for place in places:
         try:
             if place.is_dir() and any(tag_iteration(one.name) is not None for one in place.iterdir()):
                 found.append((place.stat().st_mtime, str(place.relative_to(directory))))

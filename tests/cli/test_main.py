@@ -118,3 +118,22 @@ def test_a_closed_stream_is_nobody_who_reads(run, closed, status):
     command = f"{sys.executable} -m megaresume {closed.format(save=run.save)}"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
+def test_a_working_directory_that_was_removed_is_no_traceback(tmp_path, monkeypatch, capsys):
+    place = tmp_path / "gone"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    place.rmdir()
+    assert main([]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_a_working_directory_that_cannot_be_listed(tmp_path, monkeypatch, capsys):
+    def refuse(_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("pathlib.Path.iterdir", refuse)
+    assert main([]) == 0
+    assert "megaresume new" in capsys.readouterr().out
