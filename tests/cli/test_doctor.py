@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -188,3 +190,18 @@ def test_what_is_printed(tmp_path: Path) -> None:
     assert done.stdout.endswith("2 problems\n")
     done = megaresume("doctor")
     assert done.returncode == 0 and done.stdout.startswith("environment\n")
+
+
+def test_a_read_only_directory_is_a_finding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There, even a file that is missing cannot be deleted."""
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    write_zero(tmp_path, 4)
+    monkeypatch.setattr("megaresume.runs.machine.leftover_name", lambda name: f"no such directory/{name}")
+    monkeypatch.setattr("pathlib.Path.unlink", refuse)
+    assert main(["doctor", str(tmp_path)]) == 1
+    assert "cannot be written" in capsys.readouterr().out
