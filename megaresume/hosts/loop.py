@@ -17,7 +17,7 @@ See docs/torch.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -34,7 +34,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
+from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save
 from megaresume.hosts.parallelism import check_averaged, check_together
 from megaresume.hosts.replicas import warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
@@ -64,6 +64,9 @@ class LoopHost(TrainerHost):
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     _beginning: Beginning | None = None
+    _gradients: Callable[[Any], bool] | None = None
+    #: whether gradients were accumulated across a save, which is reported once.
+    is_accumulation_known = False
     begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
 
     def __init__(
@@ -156,6 +159,8 @@ class LoopHost(TrainerHost):
         )
         self._group, self.meeting = files.own_group(), meeting_group()
         self.watch(self._optimizers, once=True)
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(self._check_gradients)
 
     def put_hooks(self) -> None:
         """Hook nothing: the loop calls the methods of `Loop`, and a mapping has no attribute to mark it as attached."""
@@ -163,6 +168,13 @@ class LoopHost(TrainerHost):
     def save_now(self) -> None:
         """Save the last step that was made. Collective."""
         self.save_by(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
+        if not self.is_accumulation_known:
+            stepped = self.steps.stepped_by
+            self._gradients = gradients_at_save(one for one in self._optimizers if one not in stepped)
+
+    def _check_gradients(self, optimizer: Any, *_: Any) -> None:
+        if self._gradients is not None and not self.is_at_files and not self.is_accumulation_known:
+            self.is_accumulation_known = self._gradients(optimizer)
 
 
 class StepLoop:

@@ -90,7 +90,7 @@ class Steps(Count[str]):
         self._turn: object = None
         self._is_changed = False
         #: the optimizers that have stepped since a micro-batch was handed out.
-        self._stepped_by: set[object] = set()
+        self.stepped_by: set[object] = set()
         #: [first, stop) samples, of all ranks, of the micro-batch that was handed out last.
         self.last = (0, 0)
         #: the same for every micro-batch of the current step, by its ``id``.
@@ -104,7 +104,7 @@ class Steps(Count[str]):
         super().loaded(step, samples)
         self.loaded_step = step
         self._turn, self._is_changed = None, False
-        self._stepped_by.clear()
+        self.stepped_by.clear()
 
     @property
     def is_resumed(self) -> bool:
@@ -210,7 +210,7 @@ class Steps(Count[str]):
         """
         if not self.out:
             return
-        if optimizer in self._stepped_by:
+        if optimizer in self.stepped_by:
             raise self.fail(
                 StateError(
                     "an optimizer made a second step, and no micro-batch was taken for it",
@@ -221,7 +221,7 @@ class Steps(Count[str]):
                     "of this step was saved",
                 )
             )
-        self._stepped_by.add(optimizer)
+        self.stepped_by.add(optimizer)
 
     def leave(self) -> None:
         """Note that the ``for`` has ended: its micro-batches of an unfinished step are in no gradient that counts. A
@@ -232,7 +232,7 @@ class Steps(Count[str]):
             self.used = 0
 
     def _hand_out(self, batch: Any) -> None:
-        self._stepped_by.clear()
+        self.stepped_by.clear()
         begin, end = self.end, self.feed.after(batch, self.end)
         self.last = self._ranges[id(batch)] = begin, end
         is_last = end - self.samples < self.size and not self.feed.whole_steps and not self.feed.has(end)

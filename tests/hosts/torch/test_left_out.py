@@ -429,3 +429,29 @@ def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixtu
     assert not said(rates=scheduler.state_dict())
     engine.lr_scheduler = scheduler
     assert not said()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("zeroed", ["before", "after"])
+def test_gradients_that_a_save_lacks_are_named_once(
+    tmp_path: Path, every: int, zeroed: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An accumulation that the loader was not told, and steps that a scaler would skip: only the first is named."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = megaresume.DataLoader(Numbers(), batch_size=4, max_epochs=1)
+    loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=tmp_path)
+    for batch in loop:
+        if zeroed == "before" and (every == 1 or loop.step % every == 0):
+            optimizer.zero_grad()
+        model(batch.float()).sum().backward()
+        if loop.step % 2:
+            optimizer.step()
+        if zeroed == "after" and (every == 1 or loop.step % every):
+            optimizer.zero_grad()
+        loop.stepped()
+        loop.save()
+        if loop.step == 6:
+            break
+    loop.close()
+    assert capfd.readouterr().out.count("SGD accumulates gradients across a save") == every - 1
