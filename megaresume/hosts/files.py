@@ -131,14 +131,18 @@ class Objects:
         return states
 
     def named(self) -> dict[str, Named]:
-        """The optimizers with their parameter names."""
-        return {name: Named(optimizer, module) for name, (optimizer, module) in self.optimizers.items()}
+        """The optimizers with their parameter names.
+
+        Raises:
+            UsageError: a parameter of an optimizer is no longer in its model.
+        """
+        return {n: Named(one, _owner(n, one, self.modules)) for n, (one, _) in self.optimizers.items()}
 
     def optimizer_states(self) -> dict[str, tuple[Named, State]]:
         """The states of the optimizers, except of those whose state is not in torch's format.
 
         Raises:
-            UsageError: see `Named.state`.
+            UsageError: see `named` and `Named.state`.
         """
         return {n: (one, state) for n, one in self.named().items() if (state := one.state()) is not None}
 
@@ -428,9 +432,9 @@ def _owner(name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, to
         f"no single module of the loop has all parameters of the optimizer '{name}'",
         found=f"{len(wanted)} parameters; modules {', '.join(modules) or 'none'}",
         expected="all of them in one of the modules",
-        cause="the optimizer was made before the model was wrapped (fully_shard replaces parameters), or it trains "
-        "several models",
-        action="make the optimizer after wrapping; put several models into one torch.nn.ModuleDict, and pass that",
+        cause="the optimizer was made before the model was wrapped (fully_shard replaces parameters) or got a new "
+        "layer, or it trains several models",
+        action="make the optimizer after these changes; put several models into one torch.nn.ModuleDict, and pass that",
     )
 
 

@@ -36,7 +36,7 @@ from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save
 from megaresume.hosts.parallelism import check_averaged, check_together
-from megaresume.hosts.replicas import warn_of_differing
+from megaresume.hosts.replicas import check_parameters, warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
 
@@ -130,6 +130,8 @@ class LoopHost(TrainerHost):
                 inner=_INNER,
             )
         )
+        if self.writer == "torch":
+            check_parameters(self.objects.modules)
         warn_of_differing(self.objects.hashes(), joins=self.writer != "torch")
 
     def check_schedulers(self) -> None:

@@ -44,7 +44,7 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
             "every sample would be trained by several processes",
             found=f"DDP or FSDP over {averaged} processes, and a loader with dp_size={dp_size}",
             expected=f"dp_size={averaged // context_parallel}",
-            cause="dp_rank and dp_size are those of a node, or were written down for one process",
+            cause="dp_rank and dp_size are those of a node or of one dimension of a mesh, or were written down",
             action=f"{LEAVE_OUT}; if processes train the same samples together: attach(..., context_parallel=...)",
         )
 

@@ -4,6 +4,8 @@ The first save compares them, and only warns, since a state may differ on purpos
 
     scheduler, scaler, a metric     the hash of ``state_dict()``                     rank 0's is saved
     parameters, optimizer states    shape and a few elements of each plain tensor    one rank's is saved
+
+`check_parameters` refuses models of which a file of one rank would hold a part.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 import torch
 
 from megaresume.batches.item_hash import item_hash
-from megaresume.checkpoint.ranks import gather, is_rank_0
+from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all
+from megaresume.stream.errors import UsageError, listed
 
 #: name of an object -> name of its part -> hash.
 Hashes = Mapping[str, Mapping[str, int | None]]
@@ -59,6 +62,28 @@ def warn_of_differing(hashes: Hashes, *, joins: bool = False) -> None:
                 "state_dict gathers what all ranks need",
                 flush=True,
             )
+
+
+def check_parameters(modules: Mapping[str, torch.nn.Module]) -> None:
+    """Refuse models with other parameters on another rank, before rank 0 saves its own alone. Collective.
+
+    Raises, on every rank:
+        UsageError: names the first such model and rank.
+    """
+    own = {name: [key for key, _ in module.named_parameters()] for name, module in modules.items()}
+    first, *others = gather(own)
+    for name, keys in first.items():
+        for rank, other in enumerate(others, 1):
+            if other[name] != keys:
+                differ = sorted({*keys} ^ {*other[name]})
+                error = UsageError(
+                    "the checkpoint would hold only the parameters of rank 0",
+                    found=f"'{name}' has others on rank {rank}; not on both: {listed(differ, 3)}",
+                    expected="the same on every rank, with writer='torch'",
+                    cause="the model is divided among ranks, as into the stages of a pipeline",
+                    action="megaresume.attach(..., writer='dcp')",
+                )
+                raise known_to_all(error)
 
 
 def _hash_of(state: Callable[[], Any]) -> int | None:

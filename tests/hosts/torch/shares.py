@@ -141,6 +141,25 @@ def save_others(rank: int, directory: Path, writer: Any) -> None:
     loop.close()
 
 
+def save_stage(rank: int, directory: Path) -> str:
+    """Save a model of which each rank has other layers, in one file; returns what is said."""
+    loop = megaresume.attach(
+        {"model": torch.nn.ModuleDict({f"layer {rank}": torch.nn.Linear(2, 2)})},
+        megaresume.DataLoader(Numbers(), batch_size=2, dp_rank=0, dp_size=1),
+        checkpoints=directory,
+        writer="torch",
+    )
+    next(iter(loop))
+    loop.stepped()
+    try:
+        loop.save()
+    except megaresume.MegaresumeError as error:
+        return str(error)
+    finally:
+        loop.close()
+    return ""
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     rank, said = dist.get_rank(), {}
@@ -162,13 +181,14 @@ def main() -> None:
                 if loop.ends_step:
                     break
             loop.close()
-        both: list[Any] = [None, None]
-        dist.all_gather_object(both, mine)
-        said[name] = both
+        said[name] = mine
+    said["layers apart"] = save_stage(rank, Path(sys.argv[1]) / "apart")
     for writer in ("dcp", "torch"):
         save_others(rank, Path(sys.argv[1]), writer)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, said)
     if rank == 0:
-        Path(sys.argv[1], "said.json").write_text(json.dumps(said))
+        Path(sys.argv[1], "said.json").write_text(json.dumps({name: [one[name] for one in both] for name in said}))
     dist.destroy_process_group()
 
 

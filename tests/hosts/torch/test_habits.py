@@ -486,6 +486,16 @@ def test_refused(directory: Path, change: dict[str, Any], words: str) -> None:
         megaresume.attach(given["objects"], given["loader"], checkpoints=given["checkpoints"], writer=given["writer"])
 
 
+def test_a_layer_that_is_replaced(directory: Path, tried: Tried) -> None:
+    """Its optimizer goes on with the parameters of the old one."""
+    tried.train_one()
+    tried.loop.save()
+    tried.model.weight = torch.nn.Parameter(torch.zeros_like(tried.model.weight))
+    tried.train_one()
+    with pytest.raises(UsageError, match=r"no single module of the loop has all parameters(.|\n)*got a new layer"):
+        tried.loop.save()
+
+
 def test_processes_of_a_launcher_without_a_group(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     loader = megaresume.DataLoader(Numbers(), dp_rank=0, dp_size=1)

@@ -53,6 +53,7 @@ def test_right_ones_are_taken(said: dict[str, list[Any]]) -> None:
         ("layers, left out", "of one tensor-parallel group would(.|\n)*process 0: dp_rank=0, process 1: dp_rank=1"),
         ("layers and fsdp2, left out", "of one tensor-parallel group would train different samples"),
         ("stages, left out", "of one pipeline group would(.|\n)*process 0: dp_rank=0, process 1: dp_rank=1"),
+        ("layers apart", "only the parameters of rank 0(.|\n)*layer 0.bias, layer 0.weight(.|\n)*writer='dcp'"),
         ("writer", "disagree on what is saved(.|\n)*rank 0: dcp: model; rank 1: torch: model"),
     ],
 )
