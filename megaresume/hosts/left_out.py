@@ -322,34 +322,37 @@ def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
     return ask
 
 
-def gradients_at_save(optimizers: Iterable[Any]) -> Callable[[Any], bool]:
-    """Prepare a check, at the end of a save, to be made when an optimizer is about to step.
+def gradients_at_save(optimizers: Iterable[Any]) -> dict[Any, list[weakref.ref[torch.Tensor]]]:
+    """The gradients of each of these optimizers that has some: at a save, of those that are yet to step."""
+    found = {one: [weakref.ref(grad) for grad in _gradients_of(one)] for one in optimizers}
+    return {one: gradients for one, gradients in found.items() if gradients}
+
+
+def warn_of_gradients(optimizer: Any, at_save: Iterable[weakref.ref[torch.Tensor]]) -> bool:
+    """Warn on rank 0 if an optimizer is about to step with gradients from before a save, which no checkpoint holds.
 
     Args:
-        optimizers: those that have not stepped in the step that was saved.
+        optimizer: whichever is about to step.
+        at_save: see `gradients_at_save`.
 
     Returns:
-        whether this optimizer steps with gradients that were there at the save, which no checkpoint holds; it then also
-        warns.
+        whether it does.
     """
-    parameters = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    saved = {id(p): weakref.ref(p.grad) for p in parameters if p.grad is not None}
+    known = {id(ref()) for ref in at_save}
+    is_held = any(id(grad) in known for grad in _gradients_of(optimizer))
+    if is_held and is_rank_0():
+        print(
+            f"megaresume: WARNING: {kind_of(optimizer)} accumulates gradients across a save, and no checkpoint "
+            "holds them: a resume would make this step without those from before the save. Tell the loader, "
+            "DataLoader(accumulation=...), and call loop.stepped() if loop.ends_step; or save when every optimizer "
+            "has just made a step",
+            flush=True,
+        )
+    return is_held
 
-    def ask(optimizer: Any) -> bool:
-        held = [p.grad for group in optimizer.param_groups for p in group["params"] if id(p) in saved]
-        known = {id(grad) for ref in saved.values() if (grad := ref()) is not None}
-        is_held = any(id(grad) in known for grad in held if grad is not None)
-        if is_held and is_rank_0():
-            print(
-                f"megaresume: WARNING: {kind_of(optimizer)} accumulates gradients across a save, and no checkpoint "
-                "holds them: a resume would make this step without those from before the save. Tell the loader, "
-                "DataLoader(accumulation=...), and call loop.stepped() if loop.ends_step; or save when every optimizer "
-                "has just made a step",
-                flush=True,
-            )
-        return is_held
 
-    return ask
+def _gradients_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
 
 
 def warn_of_scheduler(engine: Any, client_state: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ See docs/torch.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -34,7 +34,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save
+from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
 from megaresume.hosts.parallelism import check_averaged, check_together
 from megaresume.hosts.replicas import check_parameters, warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
@@ -64,7 +64,6 @@ class LoopHost(TrainerHost):
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     _beginning: Beginning | None = None
-    _gradients: Callable[[Any], bool] | None = None
     #: whether gradients were accumulated across a save, which is reported once.
     is_accumulation_known = False
     begin_anew = "read its weights with torch.distributed.checkpoint or torch.load, and save to another directory"
@@ -79,6 +78,8 @@ class LoopHost(TrainerHost):
         super().__init__(trainer)
         self.data, self.writer, self.context_parallel = data, writer, context_parallel
         self.background = Background(lambda save: self.session.commit(save))
+        #: see `gradients_at_save`.
+        self._gradients: dict[Any, Any] = {}
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -175,8 +176,8 @@ class LoopHost(TrainerHost):
             self._gradients = gradients_at_save(one for one in self._optimizers if one not in stepped)
 
     def _check_gradients(self, optimizer: Any, *_: Any) -> None:
-        if self._gradients is not None and not self.is_at_files and not self.is_accumulation_known:
-            self.is_accumulation_known = self._gradients(optimizer)
+        if self._gradients:
+            self.is_accumulation_known |= warn_of_gradients(optimizer, self._gradients.pop(optimizer, ()))
 
 
 class StepLoop:
