@@ -99,7 +99,7 @@ class S3Ranges:
     def read(self, url: str, offset: int, nbytes: int) -> memoryview:
         """Bytes of an object, fewer if it is shorter.
 
-        OSError: any failure.
+        Raises:
             OSError: whatever failed.
         """
         import obstore
