@@ -12,6 +12,7 @@ This file imports nothing heavy: every child process of a training run imports i
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -20,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 #: An attribute of each of our wrappers: the factory that made it.
@@ -237,14 +238,17 @@ def _called_by(function: Any) -> Iterator[Any]:
         if not isinstance(function, type) and type(function).__module__ != "builtins":
             yield from names.values()
         return
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
+    yield from contents(function.__closure__)
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from _globals_named(function.__code__, function.__globals__)
+
+
+def contents(closure: Iterable[CellType] | None) -> Iterator[Any]:
+    """What a function refers to as variables around it, by its ``__closure__``."""
+    for cell in closure or ():
+        with contextlib.suppress(ValueError):  # not yet assigned
+            yield cell.cell_contents
 
 
 def _globals_named(code: CodeType, known: dict[str, Any]) -> Iterator[Any]:

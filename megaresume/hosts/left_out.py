@@ -6,7 +6,6 @@ torch's schedulers mark their optimizer, which shows those that are in no checkp
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from megaresume.checkpoint.ranks import is_rank_0
 from megaresume.hosts.attach import kind_of
+from megaresume.hosts.importing import contents
 from megaresume.stream.errors import UsageError
 
 
@@ -395,9 +395,7 @@ def _named_in(function: Any) -> Iterator[Any]:
     if (code := _of(function, "__code__")) is not None:
         around = _of(function, "__globals__") or {}
         yield from (around[name] for name in code.co_names if name in around)
-    for cell in _of(function, "__closure__") or ():
-        with contextlib.suppress(ValueError):  # it is assigned later
-            yield cell.cell_contents
+    yield from contents(_of(function, "__closure__"))
 
 
 def _is_scheduler(one: Any) -> bool:
