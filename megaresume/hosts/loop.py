@@ -176,8 +176,9 @@ class LoopHost(TrainerHost):
             self._gradients = gradients_at_save(one for one in self._optimizers if one not in stepped)
 
     def _check_gradients(self, optimizer: Any, *_: Any) -> None:
-        if self._gradients:
-            self.is_accumulation_known |= warn_of_gradients(optimizer, self._gradients.pop(optimizer, ()))
+        if self._gradients and warn_of_gradients(optimizer, self._gradients.pop(optimizer, ())):
+            self.is_accumulation_known = True
+            self._gradients.clear()
 
 
 class StepLoop:
