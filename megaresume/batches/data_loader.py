@@ -138,9 +138,7 @@ class DataLoader(RankLoader):
         item_options.check_balance(balance, self._packing)
         of_each = lengths if isinstance(lengths, Mapping) else dict.fromkeys(named, lengths)
         directory = None if lengths_dir is None else Path(lengths_dir)
-        sources = item_options.sources_of(
-            named, of_each, self._packing, directory=directory, num_workers=num_workers, keyed=keyed
-        )
+        sources = item_options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)
         #: samples in one epoch of all datasets: their items; if these are packed, an estimate.
         self.items = item_options.samples_of(
             sources, self._packing, batch_size=batch_size, dp_size=ranks.size, accumulation=accumulation

@@ -120,7 +120,6 @@ def sources_of(
     *,
     directory: Path | None,
     num_workers: int,
-    keyed: bool,
 ) -> dict[str, ItemSource]:
     """The datasets as sources, with the lengths of their items if they are packed or grouped: see `lengths_of`."""
     sources = {}
@@ -132,7 +131,7 @@ def sources_of(
             log.warning("megaresume: %d items of dataset '%s' have no token: they are never trained", empty, name)
         whole = packed and known is not None and not packing.cuts
         tokens, sizes = (known, None) if packed else (None, known)
-        sources[name] = ItemSource(one, name, tokens, whole=whole, kept=kept, sizes=sizes, keyed=keyed)
+        sources[name] = ItemSource(one, name, tokens, whole=whole, kept=kept, sizes=sizes)
     return sources
 
 

@@ -61,7 +61,6 @@ class ItemSource:
         whole: items are never cut.
         kept: file of the lengths, or of the sizes.
         sizes: int64[items], by which unpacked items are grouped; None if they are not grouped.
-        keyed: randomness is keyed, so items are compared under one key.
     """
 
     #: the call that made it, for errors.
@@ -78,10 +77,9 @@ class ItemSource:
         whole: bool,
         kept: Path | None,
         sizes: Int64Array | None,
-        keyed: bool,
     ) -> None:
         self.dataset, self.name, self.tokens, self.whole, self.kept = dataset, name, lengths, whole, kept
-        self._sizes, self._keyed = sizes, keyed
+        self._sizes = sizes
         self._items = len(dataset)
         if not self._items:
             raise UsageError(
@@ -117,20 +115,16 @@ class ItemSource:
     def fingerprint(self, *, first: int | None = None) -> Fingerprint:
         """The number of items, their lengths or sizes, and a hash of `PLACES` of them.
 
-        Each is read twice: if one comes out differently, the dataset draws random numbers, and its contents cannot be
-        compared (``contents`` is None).
+        Each is read twice, with the generators seeded as under ``keyed``: if one comes out differently, it draws from
+        another generator, and its contents cannot be compared (``contents`` is None).
         """
         items = len(self) if first is None else first
-        contents = items_hash(self.dataset, self.name, items, keyed=self._keyed)
+        contents = items_hash(self.dataset, self.name, items)
         if contents is None:
             log.warning(
-                "megaresume: items of dataset '%s' are different each time they are read%s: only their number%s "
-                "compared at a resume",
+                "megaresume: items of dataset '%s' draw from a generator of their own, which no checkpoint holds and "
+                "keyed=True does not reach: they draw other numbers after a resume, and only their number%s compared",
                 self.name,
-                ", under keyed=True too: they draw from a generator of their own, which it does not reach, and draw "
-                "other numbers after a resume"
-                if self._keyed
-                else "",
                 " is" if self.tokens is None and self._sizes is None else " and lengths are",
             )
         what = f"fingerprint of {self.name}"
@@ -139,13 +133,13 @@ class ItemSource:
     def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError | None:
         """Why a state of other items cannot be resumed from, in the words of the call that made the dataset a source.
 
-        None if it can: only ``keyed`` was switched, and everything that can be compared is the same.
+        None if it can: contents could not be compared before, and everything else is the same.
 
         Args:
             name: of the dataset, in the state.
             before, now: what it was, and is; they differ.
         """
-        if self._is_as_before(before, now):
+        if before == replace(now, contents=None):
             return None
         more = now.documents - before.documents
         keep = "give back the dataset as it was"
@@ -163,9 +157,8 @@ class ItemSource:
         elif now.lengths != before.lengths:
             cause, action = "items have other lengths: another tokenizer, template, max_length or lengths=", keep
         elif now.contents is None:
-            cause = "items are different each time they are read, and were not"
-            action = f"{keep}; or draw random numbers from the generators of Python, NumPy or torch, under keyed=True "
-            action += "from the beginning of the run"
+            cause = "items are different each time they are read, and were not: they draw from a generator of their own"
+            action = f"{keep}; or draw random numbers from the generators of Python, NumPy or torch"
         else:
             cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
             action = keep
@@ -180,31 +173,23 @@ class ItemSource:
             action=action,
         )
 
-    def _is_as_before(self, before: Fingerprint, now: Fingerprint) -> bool:
-        """Whether everything comparable is the same, if items could be compared only before or only now."""
-        if self._keyed:
-            return before == replace(now, contents=None)
-        if now != replace(before, contents=None):
-            return False
-        return before.contents == items_hash(self.dataset, self.name, now.documents, keyed=True)
-
 
 def _items(number: int) -> str:
     return "1 item was" if number == 1 else f"{number:,} items were"
 
 
-def items_hash(dataset: Any, name: str, items: int, *, keyed: bool = False) -> str | None:
+def items_hash(dataset: Any, name: str, items: int) -> str | None:
     """The hash of the contents of `PLACES` of the first ``items`` items; None if reading them again gives others.
+
+    The generators are seeded before each, with other seeds than a run uses, so random items are compared too.
 
     Args:
         dataset, name: see `ItemSource`.
         items: how many.
-        keyed: seed the generators before each, with other seeds than a run uses.
     """
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
-        if keyed:
-            seed_generators(f"contents {item}")
+        seed_generators(f"contents {item}")
         with reading_item(name, item):
             return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
 

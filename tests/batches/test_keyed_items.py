@@ -128,18 +128,15 @@ class Shifted(Noisy):
         return super().__getitem__(i) | {"item": i + 100}
 
 
-def test_what_items_hold_is_compared_although_they_draw(caplog: pytest.LogCaptureFixture) -> None:
-    _, state = drawn(5)
-    assert "different each time" not in caplog.text
-    with pytest.raises(StateError, match="items hold something else"):
-        drawn(1, state, dataset=Shifted())
-    _, unkeyed = drawn(5, keyed=False)
-    assert "only their number is compared" in caplog.text and "keyed=True" not in caplog.text
-    # Switched on, they could not be compared before; switched off, they still are.
-    drawn(1, unkeyed, on_change="stage")
-    drawn(1, state, keyed=False, on_change="stage")
-    with pytest.raises(StateError, match="items are different each time"):
-        drawn(1, state, keyed=False, on_change="stage", dataset=Shifted())
+@pytest.mark.parametrize("keyed", [True, False])
+def test_what_items_hold_is_compared_although_they_draw(keyed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    _, state = drawn(5, keyed=keyed)
+    drawn(1, state, keyed=keyed)
+    drawn(1, state, keyed=not keyed, on_change="stage")
+    assert "a generator of their own" not in caplog.text
+    for now in (keyed, not keyed):
+        with pytest.raises(StateError, match="items hold something else"):
+            drawn(1, state, keyed=now, on_change="stage", dataset=Shifted())
 
 
 class OwnGenerator(Noisy):
@@ -150,9 +147,14 @@ class OwnGenerator(Noisy):
         return {"item": i, "noise": self._generator.random()}
 
 
-def test_a_generator_that_keys_do_not_reach_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    drawn(1, dataset=OwnGenerator())
-    assert "under keyed=True too: they draw from a generator of their own" in caplog.text
+@pytest.mark.parametrize("keyed", [True, False])
+def test_a_generator_that_keys_do_not_reach_is_said(keyed: bool, caplog: pytest.LogCaptureFixture) -> None:
+    _, state = drawn(1, dataset=OwnGenerator(), keyed=keyed)
+    assert "draw from a generator of their own, which no checkpoint holds" in caplog.text
+    drawn(1, state, keyed=keyed)  # mended
+    _, mended = drawn(1, keyed=keyed)
+    with pytest.raises(StateError, match="items are different each time"):
+        drawn(1, mended, keyed=keyed, dataset=OwnGenerator())
 
 
 def test_keyed_is_for_items_alone() -> None:
