@@ -122,8 +122,9 @@ class ItemSource:
         contents = items_hash(self.dataset, self.name, items)
         if contents is None:
             log.warning(
-                "megaresume: items of dataset '%s' draw from a generator of their own, which no checkpoint holds and "
-                "keyed=True does not reach: they draw other numbers after a resume, and only their number%s compared",
+                "megaresume: items of dataset '%s' are different when they are read again under the same seeds: they "
+                "draw from a generator of their own, which no checkpoint holds and keyed=True does not reach. They "
+                "draw other numbers after a resume, and only their number%s compared",
                 self.name,
                 " is" if self.tokens is None and self._sizes is None else " and lengths are",
             )
