@@ -53,10 +53,14 @@ class Mutation:
             raise LookupError(f"{self.name}: {self.old!r} stands in {places or 'no file'}")
         return places[0]
 
+    @property
+    def text(self) -> str:
+        """The file with the defect."""
+        return (ROOT / self.path).read_text(encoding="utf-8").replace(self.old, self.new)
+
     def apply(self, tree: Path) -> None:
         """Change a copy of the checkout."""
-        path = tree / self.path
-        path.write_text(path.read_text(encoding="utf-8").replace(self.old, self.new), encoding="utf-8")
+        (tree / self.path).write_text(self.text, encoding="utf-8")
 
 
 CHECKPOINT = (
@@ -83,8 +87,8 @@ CHECKPOINT = (
     Mutation("move latest although it is not ours", "    if marker.latest:\n", "    if True:\n", COMMIT),
     Mutation(
         "leave the commit out of the ledger",
-        '    append_ledger(ledger_path(root), record.ledger_entry("checkpoint", with_attempt(details)))\n',
-        "",
+        'append_ledger(ledger_path(root), record.ledger_entry("checkpoint", with_attempt(details)))\n',
+        "pass\n",
         COMMIT,
     ),
     Mutation(
