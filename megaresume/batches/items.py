@@ -162,7 +162,7 @@ class ItemSource:
             action = f"{keep}; or draw random numbers from the generators of Python, NumPy or torch"
         else:
             cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
-            action = keep
+            action = f"{keep}; if the program shuffles or splits it, with the same seed at every start"
         # If the number of items differs, the hashes add nothing.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
         fields = [field for field in asked if getattr(before, field) != getattr(now, field)]
