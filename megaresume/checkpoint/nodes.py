@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megaresume.checkpoint import system
 from megaresume.checkpoint.lock.lock import take
-from megaresume.checkpoint.lock.shared import seen_within
+from megaresume.checkpoint.lock.shared import leave, seen_within
 from megaresume.checkpoint.ranks import gather, on_all_ranks, rank, world_size
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.files import leftover_name, make_dir
@@ -76,7 +76,7 @@ def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
 
     def make() -> None:
         if first == rank():
-            (records_dir(root) / name).touch()
+            leave(records_dir(root) / name)
 
     on_all_ranks(make)
     names = gather(name if first == rank() else None)

@@ -15,6 +15,7 @@ need to meet in a thread: the objects in the store tell which parts exist.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,20 +31,21 @@ from megaresume.checkpoint.load.search import Choice, Search
 from megaresume.checkpoint.ranks import (
     gather,
     is_rank_0,
+    known_to_all,
     on_all_ranks,
     on_all_ranks_for_long,
     on_rank_0,
     on_rank_0_for_long,
 )
 from megaresume.checkpoint.records.branches import saves_given_up
-from megaresume.checkpoint.records.candidates import Candidate, examine, run_of
+from megaresume.checkpoint.records.candidates import Candidate, examine, list_candidates, run_of
 from megaresume.checkpoint.records.ledger import add_lines
 from megaresume.checkpoint.records.manifest import read_manifest
 from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, marker_path
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
 from megaresume.checkpoint.store.objects import NotAsSavedError
-from megaresume.stream.errors import MegaresumeError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, listed
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,8 @@ class Parts:
             self._complete_newest()
         while True:
             found = on_rank_0_for_long(lambda _: self._picked(pick), "looked at the copies")
+            if found is None:
+                self._check_nothing_held()
             if not isinstance(found, Choice):
                 return found
             doing = "brought a checkpoint from the store"
@@ -96,6 +100,28 @@ class Parts:
             if wrong is None:
                 return replace(found, load_dir=self.local)
             passed[found.tag_dir] = f"rank {wrong}: {words[wrong]}"
+
+    def _check_nothing_held(self) -> None:
+        """Refuse a fresh start next to checkpoints on other nodes' disks. Collective."""
+        candidates = list_candidates(self.local) if self.nodes.leads else []
+        there = [candidate.tag for candidate in candidates if candidate.has_dir and not candidate.unfinished]
+        hosts = gather((self.nodes.mine, os.uname().nodename, there))
+        held = [f"{listed(tags, 3)} on node {node}, {host}" for node, host, tags in hosts if tags]
+        if held:
+            raise known_to_all(
+                CheckpointError(
+                    "the nodes hold checkpoints of which other parts are nowhere",
+                    found=f"in {self.local}: {listed(held, 5, '; ')}; none on node 0, and none in {self._url}",
+                    expected="all parts of one on the disks of this start's nodes, or a copy of it",
+                    cause="the disk of a node was lost or emptied before its part was copied, or another machine took "
+                    "its place",
+                    action=f"start on the machines that saved them; to start over, empty {self.local} on every node",
+                )
+            )
+
+    @property
+    def _url(self) -> str:
+        return "the store" if self.copies.place is None else self.copies.place.name
 
     def _picked(self, pick: Callable[[], T]) -> T:
         with self.copies.by_name():

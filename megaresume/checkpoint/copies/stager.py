@@ -22,10 +22,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megaresume.checkpoint.copies.places import PartMissingError, Place, part_here, share_ledger
 from megaresume.checkpoint.copies.store_place import place_of
@@ -36,17 +35,16 @@ from megaresume.checkpoint.records.marker import Marker, read_marker
 from megaresume.checkpoint.records.names import check_tag, data_path, ledger_path, marker_path, records_dir, step_path
 from megaresume.checkpoint.records.pointers import Pointer, read_pointers
 from megaresume.checkpoint.records.rank_files import remove_orphans
-from megaresume.checkpoint.records.sealed import read_record, seal, text, texts
+from megaresume.checkpoint.records.staging_note import read_note, write_note
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
 from megaresume.checkpoint.save.retention import KEEP_ALL, Retention, is_copied, prune
 from megaresume.checkpoint.store.objects import is_store
 from megaresume.checkpoint.store.store import ChangedSourceError, GaveWayError
-from megaresume.files import delete_soon, leftover_name, make_dir, write_atomic
+from megaresume.files import delete_soon, leftover_name, make_dir
 from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
 
 log = logging.getLogger(__name__)
 
-FORMAT, VERSION = "megaresume.staging", 1
 #: seconds between attempts, doubled each time.
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
 #: seconds that the end of a run waits for its copies.
@@ -63,17 +61,10 @@ class Staging:
     waiting: tuple[str, ...]
 
 
-def staging_path(root: Path) -> Path:
-    """The path of the note in a local root."""
-    return records_dir(root) / "staging.json"
-
-
 def read_staging(root: Path) -> Staging | None:
     """The state of a root's copies; None if it is not copied, or its note cannot be read. Only reads."""
     try:
-        path = staging_path(root)
-        what = "the note"
-        to, copied = read_record(path, _note, what=what, format_name=FORMAT, version=VERSION, error=CheckpointError)
+        to, copied = read_note(root)
         done = {
             c.tag: is_copied(root, Path(to), iteration, c.tag) if copied is None else c.tag in copied
             for iteration, c in reversed(committed_in(root))
@@ -85,10 +76,6 @@ def read_staging(root: Path) -> Staging | None:
         copied=tuple(tag for tag, is_there in done.items() if is_there),
         waiting=tuple(tag for tag, is_there in done.items() if not is_there),
     )
-
-
-def _note(fields: Mapping[str, Any]) -> tuple[str, tuple[str, ...] | None]:
-    return text(fields["to"]), texts(fields["copied"]) if "copied" in fields else None
 
 
 def committed_in(root: Path) -> list[tuple[int, Candidate]]:
@@ -171,12 +158,12 @@ class Stager:
         return save in self._past
 
     def _write_note(self) -> None:
-        """Write the note for people, who cannot always ask a store."""
-        note: dict[str, Any] = {"format": FORMAT, "version": VERSION, "to": self.place.name}
+        """Write the note of this root."""
+        copied = None
         if is_store(self.place.name):
             committed = committed_in(self.local)
-            note["copied"] = [c.tag for i, c in committed if is_copied(self.local, self.place.root, i, c.tag)]
-        write_atomic(staging_path(self.local), seal(note, depth=1))
+            copied = [c.tag for i, c in committed if is_copied(self.local, self.place.root, i, c.tag)]
+        write_note(self.local, self.place.name, copied)
 
     def submit(self, iteration: int, tag: str) -> None:
         """Queue a checkpoint that was just committed. Returns at once. After the end, the next start copies it."""

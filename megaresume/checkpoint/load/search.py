@@ -33,8 +33,9 @@ from megaresume.checkpoint.records.ledger import LedgerReading, read_ledger
 from megaresume.checkpoint.records.manifest import Manifest, directories_of_models
 from megaresume.checkpoint.records.names import ledger_path, step_path
 from megaresume.checkpoint.records.pointers import Pointer, read_pointers
+from megaresume.checkpoint.records.staging_note import read_note
 from megaresume.checkpoint.records.step_file import StepFile, read_step_file
-from megaresume.stream.errors import CheckpointError, StateError, listed
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, listed
 from megaresume.stream.progress import Progress
 
 _UNIVERSAL = "_universal"
@@ -389,11 +390,29 @@ class Search:
             )
 
     def _none_complete(self) -> NoReturn:
-        listed = [f"{e.candidate.tag} is {e.status}: {e.reason}" for e in self.examined.values() if e.candidate.has_dir]
+        there = [e for e in self.examined.values() if e.candidate.has_dir]
+        listed = [f"{e.candidate.tag} is {e.status}: {e.reason}" for e in there]
+        found = "".join(f"\n    {line}" for line in [*self.notes, *listed])
+        if any(e.status == "part" for e in there):
+            raise CheckpointError(
+                f"none of the {len(listed)} checkpoints in {self.root} is complete",
+                found=found,
+                expected="at least one complete checkpoint",
+                cause="every node saved its part to a disk of its own, and this start reads the one disk",
+                action=f"start with stage_to={self._url()} (--megaresume-stage-to): the newest checkpoint there is "
+                "taken; one that is not there yet needs all nodes that saved it; to start over, empty this directory "
+                "on every node",
+            )
         raise CheckpointError(
             f"none of the {len(listed)} checkpoints in {self.root} is complete",
-            found="".join(f"\n    {line}" for line in [*self.notes, *listed]),
+            found=found,
             expected="at least one complete checkpoint",
             cause="the first save was killed, or the files were damaged afterwards",
             action="restore a checkpoint from a copy; to start over, save into an empty directory",
         )
+
+    def _url(self) -> str:
+        """Where the parts here were copied to."""
+        with contextlib.suppress(MegaresumeError):
+            return repr(read_note(self.root)[0])
+        return "the run's URL"

@@ -49,10 +49,7 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> No
     def make() -> str:
         make_dir(records_dir(root))
         name = leftover_name("seen")
-        try:
-            (records_dir(root) / name).touch()
-        except OSError as error:
-            raise write_error(records_dir(root) / name, error) from error
+        leave(records_dir(root) / name)
         return name
 
     name = on_rank_0(make)
@@ -64,6 +61,18 @@ def check_shared(directory: str | os.PathLike[str], *, action: str | None) -> No
             (records_dir(root) / name).unlink(missing_ok=True)
     if any(mount is not None for *_, mount in seen):
         raise known_to_all(_refusal(seen, action))
+
+
+def leave(path: Path) -> None:
+    """Create an empty file, for others to see.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    try:
+        path.touch()
+    except OSError as error:
+        raise write_error(path, error) from error
 
 
 def _seen(directory: Path, wanted: Collection[str], seconds: float) -> set[str]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint import nodes
 from megaresume.checkpoint.copies.stager import Stager
 from megaresume.checkpoint.copies.store_place import NodePlace, join_parts
 from megaresume.checkpoint.load.choose import choose
@@ -35,8 +37,25 @@ def test_a_part_is_never_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[st
     with pytest.raises(CheckpointError, match="none of the 1 checkpoints") as refused:
         choose(tmp_path)
     assert "global_step10 is part: these are the files of node 0 alone, of 2" in str(refused.value.found)
+    assert "start with stage_to=the run's URL" in str(refused.value.action)
+    pytest.importorskip("fsspec")
+    stager = Stager(tmp_path, NodePlace(f"memory://{tmp_path.name}/run", print))
+    stager.start()
+    stager.close(0.0)
+    with pytest.raises(CheckpointError) as refused:
+        choose(tmp_path)
+    assert f"start with stage_to='memory://{tmp_path.name}/run'" in str(refused.value.action)
     main(["inspect", str(tmp_path)])
     assert "these are the files of node 0 alone, of 2" in capsys.readouterr().out
+
+
+def test_a_node_that_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks look for each other's files; one whose disk is read-only cannot make its own."""
+    monkeypatch.setattr(nodes, "world_size", lambda: 2)
+    monkeypatch.setattr(nodes, "gather", lambda mine: [mine, mine])
+    monkeypatch.setattr(nodes, "leftover_name", lambda name: f"no such directory/{name}")
+    with pytest.raises(CheckpointError, match=f"cannot write {tmp_path}"):
+        nodes.find_nodes(tmp_path)
 
 
 def _part(node: int, checksum: str) -> Manifest:
@@ -75,6 +94,37 @@ def _tries(*words: str) -> str:
 def test_killed_on_any_node_at_any_time() -> None:
     said = _tries("--count", "3", "--seed", "2")
     assert "tries, 0 lost" in said and "\n0 checkpoints opened" not in said
+
+
+DISK_LOST = """
+from tests.checkpoint.store.nodes import REFUSED, Cluster
+cluster = Cluster(94)
+try:
+    # Its files never reach the store: what is saved is in parts on the disks.
+    assert cluster.start(2, 100, fault=(0, "files", 1), until=4)
+    assert cluster.judge() == []
+    cluster.disks[0], cluster.disks[2] = cluster.disks[2], cluster.disks[0]
+    url, cluster.url = cluster.url, cluster.url + "-empty"  # as if its ledger had not, either
+    print(cluster.start(2, 6) == [REFUSED] * 2, cluster.said())
+    cluster.disks[0], cluster.disks[2] = cluster.disks[2], cluster.disks[0]
+    cluster.url = url
+    assert cluster.start(2, 6) == [0, 0], cluster.said()
+    cluster.judge_start(4, 2)
+finally:
+    cluster.close()
+"""
+
+
+def test_the_disk_of_rank_0_is_lost_before_anything_was_copied() -> None:
+    """What the other holds is in parts: it is not begun anew beside it, and the refusal names the disks."""
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    command = [sys.executable, "-c", DISK_LOST]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("True "), done.stdout
+    assert "the nodes hold checkpoints of which other parts are nowhere" in done.stdout
+    assert re.search("global_step4(, global_step2)? on node 1,", done.stdout)
 
 
 @release(
