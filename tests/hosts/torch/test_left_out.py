@@ -455,3 +455,26 @@ def test_gradients_that_a_save_lacks_are_named_once(
             break
     loop.close()
     assert capfd.readouterr().out.count("SGD accumulates gradients across a save") == every - 1
+
+
+def test_gradients_of_two_optimizers_that_a_save_lacks_are_named_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a generator and a critic: both accumulate across a save, which a start says once."""
+    models = {name: torch.nn.Linear(2, 1) for name in ("critic", "maker")}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.values()]
+    loader = megaresume.DataLoader(Numbers(), batch_size=4, max_epochs=1)
+    objects = models | {"of critic": optimizers[0], "of maker": optimizers[1]}
+    loop = megaresume.attach(objects, loader, checkpoints=tmp_path)
+    for batch in loop:
+        sum(model(batch.float()).sum() for model in models.values()).backward()
+        if loop.step % 2:
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        loop.stepped()
+        loop.save()
+        if loop.step == 6:
+            break
+    loop.close()
+    assert capfd.readouterr().out.count("accumulates gradients across a save") == 1
