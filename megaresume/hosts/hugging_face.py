@@ -344,6 +344,18 @@ class TransformersHost(TrainerHost):
                     action="call megaresume.attach last, just before trainer.train",
                 )
 
+        parts = self.session.roots.parts_of(Path(self.trainer.args.output_dir))
+        if parts is not None and self.trainer.args.save_on_each_node:
+            raise UsageError(
+                "save_on_each_node, and every node has a disk of its own",
+                found=f"save_on_each_node=True, and {parts.nodes.number} nodes that copy their parts of a checkpoint "
+                "to one place",
+                expected="each file from one node: every node would write another trainer_state.json, and no "
+                "checkpoint could be put together from the parts",
+                action="TrainingArguments(save_on_each_node=False): each node still writes what its ranks hold, and a "
+                "start brings it the rest",
+            )
+
     def _chosen(self, asked: Any) -> str | None:
         """The checkpoint to resume from, with its data restored; None if there is none yet."""
         root, pick = Path(self.trainer.args.output_dir), None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from transformers import TrainerCallback
 import megaresume
 from megaresume.checkpoint.records.ledger import read_ledger
 from megaresume.checkpoint.records.names import ledger_path
+from megaresume.checkpoint.roots import Roots
 from megaresume.program import main
 from megaresume.stream.errors import CheckpointError, StateError, UsageError
 from tests.hosts.hugging_face.program import Numbers, Recorder, make
@@ -36,6 +38,16 @@ def order(tmp_path_factory: pytest.TempPathFactory) -> list[int]:
     megaresume.attach(trainer)
     trainer.train()
     return items(trained(output))
+
+
+def test_files_of_every_node_on_disks_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trainer_state.json differ, so that the parts of the nodes would not fit together."""
+    trainer = make(tmp_path / "run", save_on_each_node=True)
+    megaresume.attach(trainer)
+    parts = SimpleNamespace(nodes=SimpleNamespace(number=2))
+    monkeypatch.setattr(Roots, "parts_of", lambda *_: parts)
+    with pytest.raises(UsageError, match="save_on_each_node, and every node has a disk of its own"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
