@@ -210,7 +210,7 @@ class Stager:
             self._prune(self._last)  # checkpoints that became durable after their copy count now
         if left_over:
             log.error(
-                "megaresume: not copied to %s: %s. They are complete in %s; the next start there continues with them",
+                "megaresume: not copied to %s: %s. They stay in %s; the next start there copies them",
                 self.place.name,
                 ", ".join(left_over),
                 self.local,
