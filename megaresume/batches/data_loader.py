@@ -69,6 +69,8 @@ class DataLoader(RankLoader):
             (``next_epoch``), or mixed into the rest of this one (``now``); None: refuse.
         on_change: what a resume does if weights, packing or datasets changed: ``refuse`` it, or begin a ``stage``
             there.
+        contents: what a resume does if items were changed on purpose, such as by another transform: it accepts exactly
+            this hash of theirs, or by dataset, which the error names.
         seq_length: pack items into samples of this many tokens; None if an item is a sample.
         packing: ``best_fit`` or ``knapsack``, with whole items; ``split``, which cuts them; or as in a data.yaml.
         lengths: tokens of each item: name of a column, a list, or a function of an item; or by dataset. None:
@@ -112,6 +114,7 @@ class DataLoader(RankLoader):
         max_epochs: int | Mapping[str, int] | None = None,
         append: Append | None = None,
         on_change: OnChange = "refuse",
+        contents: str | Mapping[str, str] | None = None,
         seq_length: int | None = None,
         packing: str | Mapping[str, Any] = "best_fit",
         lengths: Any = None,
@@ -165,6 +168,7 @@ class DataLoader(RankLoader):
             at_end="drop" if drop_last else "deal",
         )
         self._sources = sources
+        item_options.accept(contents, sources)
         self.stream.fingerprints  # noqa: B018  reads items: now, not in the middle of the first save
         self.stream.schedule = schedule
         if asked := SkipConfig.from_dict(skip, list(named), "skip="):
@@ -203,11 +207,12 @@ class DataLoader(RankLoader):
             **torch_options,
         )
 
-    def made_by(self, call: str) -> DataLoader:
-        """Mark the loader as made by a trainer, so that errors name the user's call, ``megaresume.attach``."""
+    def made_by(self, call: str, *, takes_contents: bool = False) -> DataLoader:
+        """Mark the loader as made by a trainer, so that errors name the user's call, ``megaresume.attach``, and its
+        ``contents=`` only if it takes that."""
         self.ends_elsewhere = self.is_compared = True
         for source in self._sources.values():
-            source.call = call
+            source.call, source.takes_contents = call, takes_contents
         return self
 
     @property

@@ -40,6 +40,7 @@ class ItemOptions(TypedDict, total=False):
 
     append: Append | None
     on_change: OnChange
+    contents: str | Mapping[str, str] | None
     seq_length: int | None
     packing: str | Mapping[str, Any]
     lengths: Any
@@ -133,6 +134,17 @@ def sources_of(
         tokens, sizes = (known, None) if packed else (None, known)
         sources[name] = ItemSource(one, name, tokens, whole=whole, kept=kept, sizes=sizes)
     return sources
+
+
+def accept(contents: str | Mapping[str, str] | None, sources: Mapping[str, ItemSource]) -> None:
+    """Let the datasets have changed to these contents: see `ItemSource.accepted`."""
+    by_name = contents if isinstance(contents, Mapping) else dict.fromkeys(sources, contents)
+    if unknown := [name for name in by_name if name not in sources]:
+        raise UsageError.unknown(
+            "dataset in contents", unknown[0], list(sources), action="name the dataset as the loader does"
+        )
+    for name, accepted in by_name.items():
+        sources[name].accepted = accepted
 
 
 def windows_of(items: int, step: int) -> dict[str, int]:

@@ -65,6 +65,10 @@ class ItemSource:
 
     #: the call that made it, for errors.
     call = "DataLoader"
+    #: whether that call takes ``contents=``.
+    takes_contents = True
+    #: the hash of changed contents that a resume accepts; None if they must be those of the state.
+    accepted: str | None = None
     #: advice about an item that is longer than a sample.
     advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
 
@@ -134,13 +138,16 @@ class ItemSource:
     def changed(self, name: str, before: Fingerprint, now: Fingerprint) -> StateError | None:
         """Why a state of other items cannot be resumed from, in the words of the call that made the dataset a source.
 
-        None if it can: contents could not be compared before, and everything else is the same.
+        None if it can: contents are `accepted` or could not be compared before, and everything else is the same.
 
         Args:
             name: of the dataset, in the state.
             before, now: what it was, and is; they differ.
         """
         if before == replace(now, contents=None):
+            return None
+        if self.accepted is not None and now == replace(before, contents=self.accepted):
+            log.warning("megaresume: dataset '%s' holds something else from here on, as contents= accepts", name)
             return None
         more = now.documents - before.documents
         keep = "give back the dataset as it was"
@@ -163,6 +170,9 @@ class ItemSource:
         else:
             cause = "items hold something else: the dataset was shuffled or rebuilt, or its transform was changed"
             action = f"{keep}; if the program shuffles or splits it, with the same seed at every start"
+            if self.takes_contents:
+                action += "; or, if every item is the one that it was and only its transform was changed, on purpose, "
+                action += f"{self.call}(..., contents={now.contents!r})"
         # If the number of items differs, the hashes add nothing.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
         fields = [field for field in asked if getattr(before, field) != getattr(now, field)]

@@ -102,9 +102,9 @@ def attach(
             determine where it saves, and how many it keeps.
         stop: when to save and exit, with `megaresume.Stopped`.
         metrics: live figures, and their sinks: see docs/metrics.md. None: no figures.
-        options: those of `megaresume.DataLoader`: append, on_change, stages, skip, keyed; and for packing, seq_length,
-            packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without padding, and
-            only through the Trainer's ``data_collator`` if that does not pad. With
+        options: those of `megaresume.DataLoader`: append, on_change, contents, stages, skip, keyed; and for packing,
+            seq_length, packing, lengths, lengths_dir (default: in ``output_dir``) and blend. Packed items come without
+            padding, and only through the Trainer's ``data_collator`` if that does not pad. With
             ``train_sampling_strategy="group_by_length"``: lengths and lengths_dir.
 
     Returns:

@@ -65,7 +65,7 @@ def loader_of(trainer: Any, data: Any, options: ItemOptions) -> DataLoader:
         dp_rank=args.process_index,
         dp_size=args.world_size,
         **options,
-    ).made_by("megaresume.attach")
+    ).made_by("megaresume.attach", takes_contents=True)
 
 
 def _lengths(trainer: Any, data: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from megaresume.stream.errors import ConfigError, StateError
+from megaresume.stream.errors import ConfigError, StateError, UsageError
 
 ITEMS = 20
 
@@ -137,6 +137,26 @@ def test_what_items_hold_is_compared_although_they_draw(keyed: bool, caplog: pyt
     for now in (keyed, not keyed):
         with pytest.raises(StateError, match="items hold something else"):
             drawn(1, state, keyed=now, on_change="stage", dataset=Shifted())
+
+
+@pytest.mark.parametrize("keyed", [True, False])
+def test_items_that_were_changed_on_purpose(keyed: bool, order: list[Any]) -> None:
+    before, state = drawn(5, keyed=keyed)
+    with pytest.raises(StateError) as refused:
+        drawn(1, state, keyed=keyed, dataset=Shifted())
+    contents = str(refused.value.found).split()[-1]
+    assert f"DataLoader(..., contents='{contents}')" in str(refused.value.action)
+    for wrong in ("0" * 16, str(refused.value.expected).split()[-1]):
+        with pytest.raises(StateError, match="items hold something else"):
+            drawn(1, state, keyed=keyed, dataset=Shifted(), contents=wrong)
+    after, later = drawn(5, state, keyed=keyed, dataset=Shifted(), contents={"data": contents})
+    last, _ = drawn(5, later, keyed=keyed, dataset=Shifted())
+    items = [item for item, _ in before] + [item - 100 for item, _ in after + last]
+    assert items == [item for item, _ in order[:15]]
+    with pytest.raises(StateError, match="items hold something else"):
+        drawn(1, later, keyed=keyed, contents=contents)
+    with pytest.raises(UsageError, match="dataset in contents"):
+        drawn(1, state, contents={"text": contents})
 
 
 class OwnGenerator(Noisy):
