@@ -61,7 +61,7 @@ from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.hugging_face_data import CountedBatches, callback_of, check_processes, check_settings, loader_of
 from megaresume.hosts.hugging_face_epochs import Epochs
 from megaresume.hosts.hugging_face_families import check_callbacks, check_methods, restore_callbacks, undo_settings
-from megaresume.hosts.hugging_face_weights import load_missing
+from megaresume.hosts.hugging_face_weights import RenamedWeights
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, undrawn, write_all
@@ -160,8 +160,6 @@ class TransformersHost(TrainerHost):
         self._ran = False
         #: figures to be logged.
         self._figures: Mapping[str, float] = {}
-        #: the checkpoint whose weights are being loaded; None: the best one, at the end of the run.
-        self._loading: str | None = None
         #: the optimizer whose steps are reported.
         self._watched: Any = None
 
@@ -224,8 +222,7 @@ class TransformersHost(TrainerHost):
             (trainer, "_run_epoch", self._run_epoch),
             (trainer, "_save_checkpoint", self._save_checkpoint),
             (trainer, "_evaluate", undrawn),
-            (trainer, "_load_from_checkpoint", self._load_from_checkpoint),
-            (trainer, "_issue_warnings_after_load", self._issue_warnings_after_load),
+            *RenamedWeights(trainer).hooks(),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),
             (trainer, "training_step", self._with_loss),
@@ -416,17 +413,6 @@ class TransformersHost(TrainerHost):
             tag=hugging_face_tag(steps.step),
             tracker=False,
         )
-
-    def _load_from_checkpoint(self, load: Any, path: str, *args: Any, **kwargs: Any) -> None:
-        """Load the weights, and note from where."""
-        with replaced(self, _loading=path):
-            load(path, *args, **kwargs)
-
-    def _issue_warnings_after_load(self, warn: Any, result: Any) -> None:
-        """Load weights that were not found by their names. Raises CheckpointError: see `load_missing`."""
-        path = Path(self._loading or self.trainer.state.best_model_checkpoint)
-        if not on_all_ranks(lambda: load_missing(self.trainer.model, path, result.missing_keys)):
-            warn(result)
 
     def _load_callback_state(self, load: Any) -> None:
         """Remove the data state, for which the Trainer would look for a callback; also if the Trainer restores none."""

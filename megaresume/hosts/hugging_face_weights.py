@@ -16,9 +16,43 @@ from typing import Any
 import torch
 
 from megaresume.checkpoint.generators import kept
+from megaresume.checkpoint.ranks import on_all_ranks
+from megaresume.hosts.attach import replaced
+from megaresume.hosts.trainer import Hook
 from megaresume.stream.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+
+
+class RenamedWeights:
+    """What is hooked on a Trainer, so that it loads all weights of a checkpoint.
+
+    Args:
+        trainer: transformers' Trainer, or an instance of a derived class.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        #: the checkpoint whose weights are being loaded; None: the best one, at the end of the run.
+        self._loading: str | None = None
+
+    def hooks(self) -> list[Hook]:
+        """The methods of the Trainer, and what to call around them."""
+        return [
+            (self._trainer, "_load_from_checkpoint", self._load_from_checkpoint),
+            (self._trainer, "_issue_warnings_after_load", self._issue_warnings_after_load),
+        ]
+
+    def _load_from_checkpoint(self, load: Any, path: str, *args: Any, **kwargs: Any) -> None:
+        """Load the weights, and note from where."""
+        with replaced(self, _loading=path):
+            load(path, *args, **kwargs)
+
+    def _issue_warnings_after_load(self, warn: Any, result: Any) -> None:
+        """Load weights that were not found by their names. Raises CheckpointError: see `load_missing`."""
+        path = Path(self._loading or self._trainer.state.best_model_checkpoint)
+        if not on_all_ranks(lambda: load_missing(self._trainer.model, path, result.missing_keys)):
+            warn(result)
 
 
 def load_missing(model: Any, tag_dir: Path, missing: Iterable[str]) -> bool:

@@ -17,6 +17,7 @@ until a step has trained it:
                          _save_checkpoint: ``prompts.json``, in the checkpoint's directory, before TRL writes there
                          train: True means the newest complete checkpoint
                          _inner_training_loop: the state of the checkpoint that TRL loads
+                         `RenamedWeights`: those of its weights that the Trainer does not find
 
 TRL generates whole groups: if a group was partly trained, the rollouts that are already trained are not used again. See
 docs/rl.md.
@@ -44,6 +45,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _Asy
 from megaresume.checkpoint.records.prompt_ledger import PROMPTS, STATE
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.hugging_face_data import check_processes
+from megaresume.hosts.hugging_face_weights import RenamedWeights
 from megaresume.hosts.prompts import Prompts, write_state
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import StateError, UsageError
@@ -311,6 +313,8 @@ def attach(
     )
     check_processes(trainer)
     hook(trainer, "train", functools.partial(_choose, trainer))  # on every rank, as all load the same one
+    for owner, name, around in RenamedWeights(trainer).hooks():
+        hook(owner, name, around)
     if not trainer.accelerator.is_main_process:
         hook(trainer, "training_step", _without_number)
         return None

@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+from transformers import Trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _AsyncRolloutLoop
 
 import megaresume
@@ -22,6 +24,8 @@ from megaresume.checkpoint.records.prompt_ledger import STATE
 from megaresume.hosts.trl import Arrivals, GroupMember, Issuer, Sample, _read, _train, newest_whole
 from megaresume.runs.prompts import prove
 from megaresume.stream.errors import StateError
+from tests.hosts.hugging_face.program import make
+from tests.hosts.hugging_face.test_weights import mixtral
 from tests.hosts.prompts.simulated import Texts
 
 
@@ -145,6 +149,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         megaresume.attach(trainer)
     for name in ("rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop", "train"):
         setattr(trainer, name, None)
+    trainer._load_from_checkpoint = trainer._issue_warnings_after_load = None
     trainer.accelerator, trainer.train_dataset = SimpleNamespace(is_main_process=True), None
     trainer.rollout_worker = object()
     trainer.args = SimpleNamespace(num_generations=2, output_dir="run", seed=1, data_seed=None, world_size=1)
@@ -156,3 +161,18 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer.rollout_worker, trainer.train_dataset = SimpleNamespace(_loop_cls=_AsyncRolloutLoop), ["p0", "p1"]
     with pytest.raises(megaresume.MegaresumeError, match=r"bad on_stale(.|\n)*'keep'"):
         megaresume.attach(trainer, on_stale="keep")
+
+
+def test_weights_that_have_other_names_in_a_checkpoint_are_loaded(tmp_path: Path) -> None:
+    """As tests/hosts/hugging_face/test_weights.py says, on every rank."""
+    trainer: Any = make(tmp_path / "run")
+    trainer.__class__ = type("AsyncGRPOTrainer", (Trainer,), {"__module__": "trl.experimental.async_grpo"})
+    trainer.rollout_worker = trainer.rollout_queue = trainer._trained_groups = None
+    trainer.accelerator, trainer.model = SimpleNamespace(is_main_process=False), mixtral()
+    trainer.model.save_pretrained(tmp_path / "checkpoint-1")
+    megaresume.attach(trainer)
+    before = {name: weight.clone() for name, weight in trainer.model.state_dict().items()}
+    for parameter in trainer.model.parameters():
+        parameter.data.zero_()
+    trainer._load_from_checkpoint(str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
