@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 # Test files at the same time; many start two processes, and those with a scheduler wait most of the time.
-WORKERS ?= 3
+WORKERS ?= 4
 BIN    := $(VENV)/bin
 # A file stays in one worker, which makes its fixtures once; tests/tiers.py puts the longest files first.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
