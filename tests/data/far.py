@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import threading
 import time
@@ -128,3 +129,11 @@ class _Handler(BaseHTTPRequestHandler):
                 file.seek(start)
                 self.wfile.write(file.read(length - (fault == "short")))
         self.wfile.flush()
+
+
+def wait_for_threads() -> None:
+    """Return when no thread of this process reads ahead any more."""
+    gc.collect()
+    for thread in [thread for thread in threading.enumerate() if thread.name == "megaresume-ahead"]:
+        thread.join(60)
+        assert not thread.is_alive()

@@ -24,7 +24,7 @@ from megaresume.data.shard_files import Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
-from tests.data.far import serve
+from tests.data.far import serve, wait_for_threads
 from tests.data.kit import captions, encoder, write_shard, write_shards
 from tests.release import release
 
@@ -472,8 +472,7 @@ def test_nor_if_the_cache_is_new_and_what_it_keeps_is_found_again(shards, s3, tm
         made.want(places)
         read += [made.take(place) for place in places]
         made.close()
-        for thread in [thread for thread in threading.enumerate() if thread.name == "megaresume-ahead"]:
-            thread.join(60)  # it is kept after it was given
+        wait_for_threads()  # it is kept after it was given
         assert files._checked == {url: files.identity(url)}
     data = (shards / "pairs-000001.tar").read_bytes()
     assert read == [data[:1500], data[2000:3500]] * 2

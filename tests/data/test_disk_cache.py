@@ -6,7 +6,6 @@ import os
 import random
 import resource
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from megaresume.data.prepare.shards import prepare_shards
 from megaresume.data.shard_files import SMALL, Place, ShardFiles
 from megaresume.data.shard_source import ShardSource
 from megaresume.stream.errors import CorpusError, SetupError, UsageError
-from tests.data.far import serve
+from tests.data.far import serve, wait_for_threads
 from tests.data.kit import captions, encoder, write_shard
 from tests.data.test_ahead import batches, loader, shards  # noqa: F401
 
@@ -38,9 +37,7 @@ def kept(cache: Path) -> list[Path]:
 
 def all_kept(cache: Path) -> list[Path]:
     """The same, as soon as nothing is read any more: a record is handed over before the cache has it."""
-    for thread in [thread for thread in threading.enumerate() if thread.name == "megaresume-ahead"]:
-        thread.join(60)
-        assert not thread.is_alive()
+    wait_for_threads()
     return kept(cache)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megaresume.data.store_counts import KINDS, SLOTS, Share, store_counts
-from tests.data.far import Request, serve
+from tests.data.far import Request, serve, wait_for_threads
 from tests.data.test_ahead import batches, shards  # noqa: F401
 
 pytest.importorskip("aiohttp")
@@ -22,6 +22,12 @@ WORKERS = [
     pytest.param({"num_workers": 2}, marks=pytest.mark.process),
     pytest.param({"num_workers": 2, "start_method": "spawn"}, marks=pytest.mark.process),
 ]
+
+
+@pytest.fixture(autouse=True)
+def nobody_reads_ahead() -> None:
+    """Attempts of earlier tests at servers that are gone would be counted too."""
+    wait_for_threads()
 
 
 class Counted:
