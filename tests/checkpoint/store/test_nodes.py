@@ -82,11 +82,16 @@ def test_a_whole_checkpoint_on_the_disk_of_another_node(tmp_path: Path) -> None:
     assert stager.close(10.0) == () and place.store.sizes() == {}
 
 
-def _tries(*words: str) -> str:
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of nodes to its end."""
     pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
-    command = [sys.executable, "-m", "tests.checkpoint.store.nodes", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+
+
+def _tries(*words: str) -> str:
+    done = _python("-m", "tests.checkpoint.store.nodes", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -117,10 +122,7 @@ finally:
 
 def test_the_disk_of_rank_0_is_lost_before_anything_was_copied() -> None:
     """What the other holds is in parts: it is not begun anew beside it, and the refusal names the disks."""
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    command = [sys.executable, "-c", DISK_LOST]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = _python("-c", DISK_LOST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("True "), done.stdout
     assert "the nodes hold checkpoints of which other parts are nowhere" in done.stdout
@@ -180,10 +182,7 @@ THREE = """
 def test_a_disk_that_comes_back_with_a_branch_that_was_given_up(ranks: str) -> None:
     """It is that of rank 0, whole and never copied, and of later steps than the run has gone back to: it stays where
     it is."""
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    command = [sys.executable, "-c", GOES_BACK.replace("    RANKS", ranks)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = _python("-c", GOES_BACK.replace("    RANKS", ranks))
     assert "WENT ON" in done.stdout, done.stdout + done.stderr
 
 
@@ -205,8 +204,5 @@ finally:
 
 def test_more_nodes_than_before_the_copies_were_made() -> None:
     """What one machine has saved and not yet copied is copied first: the three go on from it."""
-    pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    command = [sys.executable, "-c", GROWS]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, env=dict(os.environ))
+    done = _python("-c", GROWS)
     assert "GREW from" in done.stdout, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,6 +432,17 @@ def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixtu
     assert not said()
 
 
+def saved_steps(loop: Any) -> Iterator[Any]:
+    """The batches of six steps, each of which is saved."""
+    for batch in loop:
+        yield batch
+        loop.stepped()
+        loop.save()
+        if loop.step == 6:
+            break
+    loop.close()
+
+
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("zeroed", ["before", "after"])
 def test_gradients_that_a_save_lacks_are_named_once(
@@ -441,7 +453,7 @@ def test_gradients_that_a_save_lacks_are_named_once(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = megaresume.DataLoader(Numbers(), batch_size=4, max_epochs=1)
     loop = megaresume.attach({"model": model, "optimizer": optimizer}, loader, checkpoints=tmp_path)
-    for batch in loop:
+    for batch in saved_steps(loop):
         if zeroed == "before" and (every == 1 or loop.step % every == 0):
             optimizer.zero_grad()
         model(batch.float()).sum().backward()
@@ -449,11 +461,6 @@ def test_gradients_that_a_save_lacks_are_named_once(
             optimizer.step()
         if zeroed == "after" and (every == 1 or loop.step % every):
             optimizer.zero_grad()
-        loop.stepped()
-        loop.save()
-        if loop.step == 6:
-            break
-    loop.close()
     assert capfd.readouterr().out.count("SGD accumulates gradients across a save") == every - 1
 
 
@@ -466,15 +473,10 @@ def test_gradients_of_two_optimizers_that_a_save_lacks_are_named_once(
     loader = megaresume.DataLoader(Numbers(), batch_size=4, max_epochs=1)
     objects = models | {"of critic": optimizers[0], "of maker": optimizers[1]}
     loop = megaresume.attach(objects, loader, checkpoints=tmp_path)
-    for batch in loop:
+    for batch in saved_steps(loop):
         sum(model(batch.float()).sum() for model in models.values()).backward()
         if loop.step % 2:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-        loop.stepped()
-        loop.save()
-        if loop.step == 6:
-            break
-    loop.close()
     assert capfd.readouterr().out.count("accumulates gradients across a save") == 1
