@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -114,6 +114,11 @@ def _has_items_by_number(dataset: Mapping[Any, Any]) -> bool:
     return True
 
 
+def by_name(given: Any, names: Iterable[str]) -> Mapping[str, Any]:
+    """An option of each dataset, if it is given for all of them or by name."""
+    return given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+
+
 def sources_of(
     datasets: Mapping[str, tuple[Any, Mapping[str, Any]]],
     lengths: Mapping[str, Any],
@@ -138,13 +143,13 @@ def sources_of(
 
 def accept(contents: str | Mapping[str, str] | None, sources: Mapping[str, ItemSource]) -> None:
     """Let the datasets have changed to these contents: see `ItemSource.accepted`."""
-    by_name = contents if isinstance(contents, Mapping) else dict.fromkeys(sources, contents)
-    if unknown := [name for name in by_name if name not in sources]:
+    accepted = by_name(contents, sources)
+    if unknown := [name for name in accepted if name not in sources]:
         raise UsageError.unknown(
             "dataset in contents", unknown[0], list(sources), action="name the dataset as the loader does"
         )
-    for name, accepted in by_name.items():
-        sources[name].accepted = accepted
+    for name, of_one in accepted.items():
+        sources[name].accepted = of_one
 
 
 def windows_of(items: int, step: int) -> dict[str, int]:
@@ -213,7 +218,7 @@ def config_of(
             )
     sources = {
         name: {
-            "max_epochs": max_epochs.get(name) if isinstance(max_epochs, Mapping) else max_epochs,
+            "max_epochs": by_name(max_epochs, datasets).get(name),
             "append": append,
             "keyed": keyed,
             "group_by_length": group,
