@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -322,25 +323,32 @@ def stepped_after_save(kept: Iterable[Any]) -> Callable[[], bool]:
     return ask
 
 
-def gradients_at_save(optimizers: Iterable[Any]) -> dict[Any, list[weakref.ref[torch.Tensor]]]:
-    """The gradients of each of these optimizers that has some: at a save, of those that are yet to step."""
-    found = {one: [weakref.ref(grad) for grad in _gradients_of(one)] for one in optimizers}
-    return {one: gradients for one, gradients in found.items() if gradients}
-
-
-def warn_of_gradients(optimizer: Any, at_save: Iterable[weakref.ref[torch.Tensor]]) -> bool:
-    """Warn on rank 0 if an optimizer is about to step with gradients from before a save, which no checkpoint holds.
+def gradients_at_save(optimizers: Iterable[Any], unreduced: Iterable[torch.Tensor]) -> dict[Any, Callable[[], bool]]:
+    """Of each of these optimizers that has gradients, whether it still has one of them.
 
     Args:
-        optimizer: whichever is about to step.
-        at_save: see `gradients_at_save`.
-
-    Returns:
-        whether it does.
+        optimizers: at a save, those that are yet to step.
+        unreduced: parameters with gradients that are not yet in ``grad``: see `parallelism.unreduced`.
     """
-    known = {id(ref()) for ref in at_save}
-    is_held = any(id(grad) in known for grad in _gradients_of(optimizer))
-    if is_held and is_rank_0():
+    awaiting = {id(one) for one in unreduced}
+    found: dict[Any, Callable[[], bool]] = {}
+    for optimizer in optimizers:
+        known = [weakref.ref(grad) for grad in _gradients_of(optimizer)]
+        if any(id(p) in awaiting for group in optimizer.param_groups for p in group["params"]):
+            found[optimizer] = lambda: True  # ``zero_grad`` does not reach them
+        elif known:
+            found[optimizer] = partial(_has_one_of, optimizer, known)
+    return found
+
+
+def _has_one_of(optimizer: Any, gradients: Iterable[weakref.ref[torch.Tensor]]) -> bool:
+    known = {id(ref()) for ref in gradients}
+    return any(id(grad) in known for grad in _gradients_of(optimizer))
+
+
+def warn_of_gradients(optimizer: Any) -> None:
+    """Warn on rank 0 that an optimizer is about to step with gradients from before a save."""
+    if is_rank_0():
         print(
             f"megaresume: WARNING: {kind_of(optimizer)} accumulates gradients across a save, and no checkpoint "
             "holds them: a resume would make this step without those from before the save. Tell the loader, "
@@ -348,7 +356,6 @@ def warn_of_gradients(optimizer: Any, at_save: Iterable[weakref.ref[torch.Tensor
             "has just made a step",
             flush=True,
         )
-    return is_held
 
 
 def _gradients_of(optimizer: Any) -> Iterator[torch.Tensor]:

@@ -17,9 +17,11 @@ See docs/torch.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
+
+import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.batches.loader import StreamLoader
@@ -35,7 +37,7 @@ from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
-from megaresume.hosts.parallelism import check_averaged, check_together
+from megaresume.hosts.parallelism import check_averaged, check_together, discard_unreduced, reshard, unreduced
 from megaresume.hosts.replicas import check_parameters, warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
 from megaresume.stream.errors import UsageError
@@ -79,7 +81,7 @@ class LoopHost(TrainerHost):
         self.data, self.writer, self.context_parallel = data, writer, context_parallel
         self.background = Background(lambda save: self.session.commit(save))
         #: see `gradients_at_save`.
-        self._gradients: dict[Any, Any] = {}
+        self._gradients: dict[Any, Callable[[], bool]] = {}
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -87,6 +89,7 @@ class LoopHost(TrainerHost):
             raise UsageError.unknown(
                 "writer", self.writer, get_args(files.Writer), action="leave writer out for the usual one"
             )
+        reshard(one for one in self.trainer.values() if isinstance(one, torch.nn.Module))
         self.objects = files.Objects(self.trainer)
 
     def feed(self) -> Feed:
@@ -150,6 +153,8 @@ class LoopHost(TrainerHost):
 
     def read(self, choice: Choice) -> Restored:
         """Read the files of this rank, for `Session.load`."""
+        reshard(self.objects.modules.values())
+        discard_unreduced(self.objects.modules.values())
         return self.resumed(files.read(self.objects, choice.tag_dir, self._group))
 
     def begin(self) -> None:
@@ -170,13 +175,16 @@ class LoopHost(TrainerHost):
 
     def save_now(self) -> None:
         """Save the last step that was made. Collective."""
+        reshard(self.objects.modules.values())
         self.save_by(self.save_dir, self.write, tag=deepspeed_tag(self.steps.step), tracker=False)
         if not self.is_accumulation_known:
             stepped = self.steps.stepped_by
-            self._gradients = gradients_at_save(one for one in self._optimizers if one not in stepped)
+            yet_to_step = [one for one in self._optimizers if one not in stepped]
+            self._gradients = gradients_at_save(yet_to_step, unreduced(self.objects.modules.values()))
 
     def _check_gradients(self, optimizer: Any, *_: Any) -> None:
-        if self._gradients and warn_of_gradients(optimizer, self._gradients.pop(optimizer, ())):
+        if optimizer in self._gradients and self._gradients.pop(optimizer)():
+            warn_of_gradients(optimizer)
             self.is_accumulation_known = True
             self._gradients.clear()
 

@@ -2,6 +2,8 @@
 
 `check_averaged` compares their numbers with the processes over which gradients are averaged, and `check_together` with
 those that train the same samples together. Context parallelism cannot be seen in a model.
+
+FSDP2 also keeps parameters and gradients where a save does not look: see `reshard` and `unreduced`.
 """
 
 from __future__ import annotations
@@ -96,6 +98,49 @@ def _fsdp_groups(module: torch.nn.Module) -> list[Any]:
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def reshard(modules: Iterable[torch.nn.Module]) -> None:
+    """Let FSDP2's modules have their shards as parameters, as their optimizers do: a forward pass without a backward
+    pass, as of an evaluation, leaves some with whole ones.
+    """
+    for module in modules:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+def unreduced(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
+    """The parameters whose gradients of some micro-batches FSDP2 keeps for itself until a backward pass that reduces
+    them, as after ``set_requires_gradient_sync(False)``.
+    """
+    return [
+        parameter.sharded_param
+        for group in _all_fsdp_groups(modules)
+        for parameter in group.fsdp_params
+        if any(
+            one is not None
+            for one in (
+                getattr(parameter, "unsharded_accumulated_grad", None),
+                getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+                getattr(group, "_partial_reduce_output", None),
+            )
+        )
+    ]
+
+
+def discard_unreduced(modules: Iterable[torch.nn.Module]) -> None:
+    """Drop the gradients of `unreduced`, which ``zero_grad`` does not."""
+    for group in _all_fsdp_groups(modules):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def _all_fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
+    return (group for module in modules for part in module.modules() for group in _fsdp_groups(part))
 
 
 def _mesh_size(info: Any) -> int:
