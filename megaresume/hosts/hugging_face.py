@@ -447,6 +447,16 @@ class TransformersHost(TrainerHost):
         try:
             state = json.loads(path.read_text())
             step, within = int(state["global_step"]), (state.get("stateful_callbacks") or {}).get(KEY)
+        except FileNotFoundError as error:
+            raise StateError(
+                f"this is not a checkpoint of the Trainer's: it has no {STATE}",
+                found=str(choice.tag_dir),
+                expected=f"a checkpoint-N, in which the Trainer writes {STATE} last",
+                cause="it holds a model alone, and the script passes it on as resume_from_checkpoint (as some do with "
+                "a model_name_or_path that is a directory); or a save was killed",
+                action="to begin with this model, leave resume_from_checkpoint out, or pass True: from_pretrained has "
+                "read its weights already; to resume, pass the checkpoint that megaresume latest names",
+            ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise StateError(
                 f"{STATE} of the checkpoint cannot be read",

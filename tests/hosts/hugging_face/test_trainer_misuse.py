@@ -221,6 +221,11 @@ def test_checkpoints_of_others(tmp_path: Path, order: list[int]) -> None:
     (copied / "optimizer.pt").unlink()
     with pytest.raises((CheckpointError, StateError), match="checkpoint-5"):
         resumed(copied)
+    model = tmp_path / "model"
+    shutil.copytree(first / "checkpoint-5", model)
+    (model / "trainer_state.json").unlink()
+    with pytest.raises(StateError, match="this is not a checkpoint of the Trainer's"):
+        resumed(model)
     with pytest.raises(StateError, match="contents"):
         resumed(first / "checkpoint-5", data=Numbers(first=1))
     resumed(first / "checkpoint-5")  # into another directory: the data goes on there
