@@ -9,6 +9,8 @@ caused the refusal.
     each by itself, in a process group     the first rank to sign the group's store
     without a group                        rank 0; the others wait for their launcher to end them, then print it too,
                                            unless it was printed on their node in this step of srun, which ends nobody
+
+Checkpoints that are complete by then are forced to the disk and copied first, for a while (`before_end`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from megaresume.checkpoint.ranks import is_known_to_all, is_rank_0, on_rank_0, shared_store
+from megaresume.checkpoint.ranks import gather, is_known_to_all, is_rank_0, on_rank_0, shared_store
 from megaresume.stream.errors import MegaresumeError
 
 #: Seconds that a rank waits for the others, if all of them should have found the same error.
@@ -38,6 +40,9 @@ END_PATIENCE = 30.0
 _AHEAD, _STAY = 1.0, 2.0
 #: variables that hold a process's rank.
 _RANKS = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+#: functions that are called before the process ends, the last one first.
+_before_end: list[Callable[[], object]] = []
 
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -61,19 +66,35 @@ def _hook(before: _Hook) -> _Hook:
     return show
 
 
+def before_end(function: Callable[[], object]) -> None:
+    """Call a function before the process ends, as `atexit` does, and also if `end` ends it.
+
+    It should not take long if ``sys.last_value`` is an error.
+    """
+    atexit.register(function)
+    _before_end.append(function)
+
+
+def not_before_end(function: Callable[[], object]) -> None:
+    """Withdraw `before_end`."""
+    atexit.unregister(function)
+    _before_end[:] = [one for one in _before_end if one != function]
+
+
 def end(error: MegaresumeError) -> int:
     """Print an error once, and end this rank so that its launcher ends the others.
 
     Returns:
         the exit status, if there is no process group; with one, the process ends here.
     """
+    sys.last_value = error  # as Python does, if the launcher has not caught it
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         say(error)
         return 1
     try:
         # If all ranks are here, none may end before rank 0 has printed why: its launcher would end rank 0.
-        _with_others(error, on_rank_0 if is_known_to_all(error) else functools.partial(_say_if_first, error))
+        _with_others(error, _say_together if is_known_to_all(error) else functools.partial(_say_if_first, error))
     finally:
         # A rank that waits for the others while exiting keeps the launcher from ending them.
         os._exit(1)
@@ -108,12 +129,27 @@ def _with_others(error: MegaresumeError, speak: Callable[[Callable[[], None]], N
             say(error)
 
 
+def _say_together(say_it: Callable[[], None]) -> None:
+    """Print it on rank 0, and let every rank finish: a launcher ends the others as soon as one has ended."""
+    on_rank_0(say_it)
+    _finish()
+    gather(None)
+
+
+def _finish() -> None:
+    """Call the functions of `before_end`."""
+    while _before_end:
+        with contextlib.suppress(Exception):  # the process ends for another reason
+            _before_end.pop()()
+
+
 def _say_if_first(error: MegaresumeError, say_it: Callable[[], None]) -> None:
     """Print it if no other rank, which may have found the same by itself, did so first."""
     if not is_rank_0():
         time.sleep(_AHEAD)
     if shared_store().add(f"megaresume/refused/{_key(error)}", 1) == 1:
         say_it()
+    _finish()
     time.sleep(_STAY)
 
 

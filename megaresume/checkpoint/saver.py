@@ -241,8 +241,14 @@ class Saver:
             CheckpointError: see `Save.commit`.
         """
         root, record = save.save_dir, save.pending.record
-        done = self._with_retries(lambda: self.roots.on_nodes(root, save.commit), root, record.iteration, record.tag)
-        return done is not None
+        parts = self.roots.parts_of(root)
+
+        def commit() -> bool:
+            if parts is not None:
+                parts.check_files(save.tag_dir)
+            return self.roots.on_nodes(root, save.commit)
+
+        return self._with_retries(commit, root, record.iteration, record.tag) is not None
 
     def _announce(self, root: Path, envelope: Envelope, tag: str, **pointers: bool) -> PendingCheckpoint:
         """Write the marker on rank 0, and on the leaders of other nodes."""

@@ -1,7 +1,7 @@
 """Checkpoints in parts: every node saves to its own directory, and they only share an object store.
 
-    save     rank 0 announces it, and so does the leading rank of each other node there; each commits its part, rank 0
-             last: from then on all parts are complete
+    save     rank 0 announces it, and so does the leading rank of each other node there; if no two nodes have written
+             different files with one name, each commits its part, rank 0 last: from then on all parts are complete
     copy     every node's thread uploads its part, then its manifest; rank 0's commits the checkpoint of all parts in
              the store: from then on it is valid (`places`)
     load     what the nodes hold together, and the store lacks, is copied first. Then one checkpoint in the store is
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from megaresume.checkpoint.copies.fetch import fetch
 from megaresume.checkpoint.copies.places import missing_lines
 from megaresume.checkpoint.copies.session_copies import Staged
 from megaresume.checkpoint.copies.stager import committed_in, remove_soon, stage
-from megaresume.checkpoint.copies.store_place import StorePlace
+from megaresume.checkpoint.copies.store_place import StorePlace, join_files
 from megaresume.checkpoint.load.choose import different_runs_error
 from megaresume.checkpoint.load.search import Choice, Search
 from megaresume.checkpoint.ranks import (
@@ -40,11 +41,12 @@ from megaresume.checkpoint.ranks import (
 from megaresume.checkpoint.records.branches import saves_given_up
 from megaresume.checkpoint.records.candidates import Candidate, examine, list_candidates, run_of
 from megaresume.checkpoint.records.ledger import add_lines
-from megaresume.checkpoint.records.manifest import read_manifest
+from megaresume.checkpoint.records.manifest import FileEntry, checksum_files, list_files, read_manifest
 from megaresume.checkpoint.records.names import Saved, ledger_path, manifest_path, marker_path
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.save.commit import PendingCheckpoint, join_save
 from megaresume.checkpoint.store.objects import NotAsSavedError
+from megaresume.files import read_error
 from megaresume.stream.errors import CheckpointError, MegaresumeError, listed
 
 log = logging.getLogger(__name__)
@@ -255,6 +257,26 @@ class Parts:
         on_all_ranks(announce)
         return mine
 
+    def check_files(self, tag_dir: Path) -> None:
+        """Check, before the commit, that the parts of all nodes can become one checkpoint. Collective.
+
+        Only files that several nodes have written are read.
+
+        Raises, on every rank:
+            CheckpointError: nodes have written different files with the same name, or a file cannot be read.
+        """
+        mine = on_all_ranks(lambda: _files(tag_dir) if self.nodes.leads else ())
+        times = Counter(entry.path for files in gather(mine) for entry in files)
+        several = [entry for entry in mine if times[entry.path] > 1]
+        if len(times) == times.total():
+            return
+        read = gather(on_all_ranks(lambda: _summed(tag_dir, several)))
+        parts = {node: read[self.nodes.of_rank.index(node)] for node in range(self.nodes.number)}
+        try:
+            join_files(tag_dir.name, parts)
+        except CheckpointError as error:
+            raise known_to_all(error) from None
+
     def _follow(self, kept: Iterable[tuple[int, str]], before: int) -> None:
         """Delete the checkpoints here before a step that rank 0 no longer keeps."""
         if not self.copies.retention:
@@ -269,6 +291,25 @@ class Parts:
 def _never(beat: Callable[[], None]) -> bool:
     beat()
     return False
+
+
+def _files(tag_dir: Path) -> tuple[FileEntry, ...]:
+    """The files of this node's part; a node may have nothing to save."""
+    try:
+        return list_files(tag_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as error:
+        raise read_error(tag_dir, error) from error
+
+
+def _summed(tag_dir: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
+    """The same files, with checksums."""
+    sums = checksum_files(tag_dir, [entry.path for entry in entries])
+    for path, checksum in sums.items():
+        if isinstance(checksum, OSError):
+            raise read_error(tag_dir / path, checksum) from checksum
+    return tuple(replace(entry, checksum=str(sums[entry.path])) for entry in entries)
 
 
 def _parts(root: Path) -> dict[Saved, tuple[int, int]]:

@@ -16,7 +16,6 @@ object store, every node may have its own (`nodes`), and the lowest rank of each
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -29,6 +28,7 @@ from megaresume.checkpoint.copies.fetch import fetch
 from megaresume.checkpoint.copies.places import DirectoryPlace, Place, share_ledger
 from megaresume.checkpoint.copies.stager import PATIENCE, Stager, adopt
 from megaresume.checkpoint.copies.store_place import NodePlace, StorePlace, place_of
+from megaresume.checkpoint.ending import before_end, not_before_end
 from megaresume.checkpoint.load.choose import choose_of_two
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import claim_directory, hold_directory, release, say
@@ -205,7 +205,7 @@ class Staged:
                 with contextlib.suppress(MegaresumeError):  # before the others upload, not during that
                     self.stager.place.begin()
             self.stager.start(began, past)
-            atexit.register(self._at_exit)
+            before_end(self._at_exit)
 
     def submit(self, iteration: int, tag: str) -> None:
         """Pass on a checkpoint that was committed. On rank 0."""
@@ -214,7 +214,7 @@ class Staged:
 
     def close(self, timeout: float | None = None) -> None:
         """Wait a limited time for the copies; log those that are missing."""
-        atexit.unregister(self._at_exit)
+        not_before_end(self._at_exit)
         self._close(PATIENCE if timeout is None else max(timeout, 0.0))
 
     def _close(self, timeout: float) -> None:

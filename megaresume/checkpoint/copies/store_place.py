@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ from megaresume.checkpoint.store.store import GaveWayError, Store
 from megaresume.files import (
     write_atomic,
 )
-from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, StateError, listed
 
 log = logging.getLogger(__name__)
 
@@ -345,24 +345,45 @@ def join_parts(parts: Iterable[Manifest]) -> Manifest:
     """The manifest of a checkpoint, from those of all its parts.
 
     Raises:
-        CheckpointError: two nodes have written different files with the same name.
+        CheckpointError: nodes have written different files with the same name.
     """
-    files: dict[str, FileEntry] = {}
-    beside: dict[str, FileEntry] = {}
-    manifests = list(parts)
-    for manifest in manifests:
-        for all_of_them, some in ((files, manifest.files), (beside, manifest.beside)):
-            for entry in some:
-                if all_of_them.setdefault(entry.path, entry) != entry:
-                    raise CheckpointError(
-                        f"two nodes have written different files {entry.path} of {manifest.tag}",
-                        found=f"{entry} and {all_of_them[entry.path]}",
-                        expected="one writer for each file",
-                        cause="the trainer saves some files on every node, and their contents differ",
-                        action="save to storage that all nodes see",
-                    )
-    ordered = [tuple(some[path] for path in sorted(some)) for some in (files, beside)]
-    return replace(manifests[0], files=ordered[0], beside=ordered[1], part=None)
+    manifests = [(0 if manifest.part is None else manifest.part[0], manifest) for manifest in parts]
+    first = manifests[0][1]
+    files, beside = (
+        join_files(first.tag, {node: getattr(manifest, field) for node, manifest in manifests})
+        for field in ("files", "beside")
+    )
+    return replace(first, files=files, beside=beside, part=None)
+
+
+def join_files(tag: str, parts: Mapping[int, Iterable[FileEntry]]) -> tuple[FileEntry, ...]:
+    """The files of a checkpoint, sorted by path, from those that each node has written.
+
+    Raises:
+        CheckpointError: nodes have written different files with the same name; names them.
+    """
+    found: dict[str, dict[int, FileEntry]] = {}
+    for node, entries in sorted(parts.items()):
+        for entry in entries:
+            found.setdefault(entry.path, {})[node] = entry
+    different = {path: some for path, some in sorted(found.items()) if len(set(some.values())) > 1}
+    if different:
+        raise CheckpointError(
+            f"nodes have written different files with one name, and {tag} cannot be put together",
+            found=listed([_words_of(path, some) for path, some in different.items()], 5, "; "),
+            expected="each file of a checkpoint from one node, or the same file from every node that writes it",
+            cause="the trainer or a callback writes it on every node, as with save_on_each_node, and its contents "
+            "depend on the rank",
+            action="let one rank of the job write it (save_on_each_node=False), or put the rank into its name; or save "
+            "to a directory that all nodes see",
+        )
+    return tuple(next(iter(found[path].values())) for path in sorted(found))
+
+
+def _words_of(path: str, some: Mapping[int, FileEntry]) -> str:
+    """Which nodes have written a file, and how large."""
+    shown = [f"{entry.size} bytes on node {node}" for node, entry in some.items()]
+    return f"{path}: {listed(shown, 3)}" + (", not the same" if len({e.size for e in some.values()}) == 1 else "")
 
 
 def place_of(where: str | os.PathLike[str] | Place, say: Callable[[str], object] = say) -> Place:

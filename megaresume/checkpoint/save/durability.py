@@ -13,7 +13,6 @@ pass (a full disk under the records) are retried after ever longer pauses; none 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megaresume.checkpoint import system
+from megaresume.checkpoint.ending import before_end, not_before_end
 from megaresume.checkpoint.ranks import gather, rank
 from megaresume.checkpoint.records.manifest import Manifest
 from megaresume.checkpoint.records.names import Saved
@@ -127,7 +127,7 @@ class Durability:
         if self._machines is None:
             self._machines = Machines()
             # Before functions that commit at exit are registered, so that this runs after them, and waits.
-            atexit.register(self._at_exit)
+            before_end(self._at_exit)
         return self._machines
 
     def separate(self, nodes: Nodes) -> None:
@@ -186,7 +186,7 @@ class Durability:
             timeout: None: the default for the end of a run.
             is_saving: False: rank 0 commits none of the submitted saves any more.
         """
-        atexit.unregister(self._at_exit)
+        not_before_end(self._at_exit)
         self._close(PATIENCE if timeout is None else timeout, is_saving=is_saving)
 
     def _at_exit(self) -> None:
