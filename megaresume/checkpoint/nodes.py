@@ -10,6 +10,7 @@ store the parts become one checkpoint (`store_place.StorePlace`).
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,22 +72,35 @@ def find_nodes(directory: str | os.PathLike[str]) -> Nodes:
         return system.identity_of(records_dir(root))
 
     places = gather(on_all_ranks(where))
+    lowest = _lowest_seen(records_dir(root), places)
+    if min(lowest) < 0:  # machines that were cloned while they ran have the same boot: every rank looks for itself
+        lowest = _lowest_seen(records_dir(root), range(world_size()))
+    numbers = {leader: number for number, leader in enumerate(sorted(set(lowest)))}
+    return Nodes(of_rank=tuple(numbers[leader] for leader in lowest), mine=numbers[lowest[rank()]])
+
+
+def _lowest_seen(directory: Path, places: Sequence[object]) -> list[int]:
+    """For each rank, the lowest one whose file it sees. Collective.
+
+    Args:
+        directory: of this rank.
+        places: of each rank; of those with the same one, only the first leaves a file. -1 for a rank that does not see
+            it: it is in another place after all.
+    """
     first = places.index(places[rank()])
     name = leftover_name(f"seen-{rank()}")
 
     def make() -> None:
         if first == rank():
-            leave(records_dir(root) / name)
+            leave(directory / name)
 
     on_all_ranks(make)
     names = gather(name if first == rank() else None)
     try:
-        seen = {first} | seen_within(records_dir(root), names)
-        lowest = gather(min(seen))
+        seen = seen_within(directory, names)
+        return gather(min(seen) if first in seen else -1)
     finally:
-        (records_dir(root) / name).unlink(missing_ok=True)
-    numbers = {leader: number for number, leader in enumerate(sorted(set(lowest)))}
-    return Nodes(of_rank=tuple(numbers[leader] for leader in lowest), mine=numbers[lowest[rank()]])
+        (directory / name).unlink(missing_ok=True)
 
 
 def take_of_each(nodes: Nodes, root: Path) -> None:

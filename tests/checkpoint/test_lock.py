@@ -327,6 +327,14 @@ def test_torchruns_restart_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         assert gone(before, other, ask_slurm=False) is None  # type: ignore[arg-type]
 
 
+def test_a_process_of_a_machine_that_was_cloned() -> None:
+    """It may live there: the clone has the boot of this machine, and this machine does not have its processes."""
+    me = dataclasses.replace(this_process(token=""), job=None)
+    owner = dataclasses.replace(me, started=(me.started or 0) + 1)
+    assert gone(owner, me) == "that process is gone"
+    assert gone(dataclasses.replace(owner, host="clone"), me) is None
+
+
 def test_a_forked_child_neither_holds_nor_releases(tmp_path: Path) -> None:
     with job(tmp_path) as first:
         first.says("TAKEN")

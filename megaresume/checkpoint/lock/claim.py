@@ -3,8 +3,8 @@
 `this_process` describes the caller; `gone` proves that another process has ended, if that can be proved at once:
 
     the same process            execve, or a second engine in one program
-    the same boot and process   /proc shows that the process no longer exists
-    namespace
+    the same boot, host and     /proc shows that the process no longer exists
+    process namespace
     the same Slurm job          an older restart: Slurm has restarted the job, whatever a lost node still does
     the same elastic launch     an older restart of torchrun's
     another Slurm job           unknown to squeue, or not running
@@ -89,9 +89,10 @@ class Owner:
         return self._seen_by(other) and (self.pid, self.started) == (other.pid, other.started)
 
     def _seen_by(self, other: Owner) -> bool:
-        """Whether our ``/proc`` would show that process if it lived: hidepid= hides those of other users."""
-        same = (self.boot, self.namespace, self.uid) == (other.boot, other.namespace, other.uid)
-        return same and None not in (self.boot, self.namespace, self.started)
+        """Whether our ``/proc`` would show that process if it lived: hidepid= hides those of other users, and machines
+        that were cloned while they ran have the same boot."""
+        me, they = ((one.boot, one.host, one.namespace, one.uid) for one in (self, other))
+        return me == they and None not in (self.boot, self.namespace, self.started)
 
     def __str__(self) -> str:
         job = ""

@@ -130,6 +130,31 @@ def test_the_disk_of_rank_0_is_lost_before_anything_was_copied() -> None:
     assert re.search("global_step4(, global_step2)? on node 1,", done.stdout)
 
 
+CLONED = """
+import shutil
+from megaresume.checkpoint import system
+from tests.checkpoint.store.nodes import Cluster
+system.identity_of = lambda directory: ("boot", 1, 1)
+cluster = Cluster(95)
+try:
+    assert cluster.start(3, 4) == [0, 0, 0], cluster.said()
+    assert cluster.judge() == [2, 4]
+    for disk in cluster.disks:
+        shutil.rmtree(disk)
+    assert cluster.start(3, 6) == [0, 0, 0], cluster.said()
+    cluster.judge_start(4, 3)
+    assert cluster.judge() == [4, 6]
+finally:
+    cluster.close()
+"""
+
+
+def test_machines_that_were_cloned_while_they_ran() -> None:
+    """The kernel says the same of all of them, as if they shared a directory."""
+    done = _python("-c", CLONED)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @release(
     "150 starts of up to three nodes that are killed, which takes half an hour",
     "`tests/checkpoint/store/test_nodes.py::test_killed_on_any_node_at_any_time`, of some",
