@@ -62,7 +62,8 @@ def test_a_rank_whose_state_is_lost_is_named_and_the_checkpoint_before_is_taken(
     for found in resumed["damage"]:
         assert found["asked"][0] == "CheckpointError" and "the random state of rank 1 is missing" in found["asked"][3]
         assert found["path"] == "global_step2"
-        assert found["unsaved"][0] == "CheckpointError" and "is incomplete and was not committed" in found["unsaved"][1]
+        assert found["unsaved"][0] == "CheckpointError"
+        assert "the checkpoint global_step3 is incomplete and was not committed" in found["unsaved"][1]
         assert "step_0000003.random/rank_00001.json is missing" in found["unsaved"][3]
     save = root / "cut" / "zero1" / "save"
     assert main(["inspect", str(save), "--json"]) == 0

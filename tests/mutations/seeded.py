@@ -70,7 +70,7 @@ CHECKPOINT = (
         "    if part",
         COMMIT,
     ),
-    Mutation("commit without the files beside it", "    _check_beside(root, others)\n", "", COMMIT),
+    Mutation("commit without the files beside it", "    _check_beside(root, record.tag, others)\n", "", COMMIT),
     Mutation("commit with an empty file", "if sizes.get(name) == 0]\n", "if False]\n", COMMIT),
     Mutation(
         "commit with a missing file", "for name in wanted if name not in sizes]", "for name in wanted if False]", COMMIT

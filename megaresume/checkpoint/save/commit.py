@@ -182,7 +182,7 @@ def commit_save(
         expected_files = ()  # a node may have nothing to save
     files = _with_checksums(pending.tag_dir, _collect(pending.tag_dir, expected_files), sum_bytes)
     others = tuple(beside)
-    _check_beside(root, others)
+    _check_beside(root, record.tag, others)
     notes = keep_superseded(root, record)
     manifest = Manifest(
         iteration=record.iteration,
@@ -315,14 +315,14 @@ def _collect(tag_dir: Path, expected: Iterable[str] | None) -> tuple[FileEntry, 
     sizes = {entry.path: entry.size for entry in files}
     if expected is None:
         if not any(sizes.values()):
-            _refuse(tag_dir, ["no file that is not empty"], "at least one file with content")
+            _refuse(tag_dir.name, tag_dir, ["no file that is not empty"], "at least one file with content")
         return files
     wanted = [str(PurePosixPath(name)) for name in expected]
     wrong = [f"{name} is missing" for name in wanted if name not in sizes]
     wrong += [f"{name} has 0 bytes" for name in wanted if sizes.get(name) == 0]
     wrong += [f"{name} is there, but no rank of this save writes it" for name in unlisted(sizes, wanted)]
     if wrong:
-        _refuse(tag_dir, wrong, f"{len(wanted)} files that are not empty")
+        _refuse(tag_dir.name, tag_dir, wrong, f"{len(wanted)} files that are not empty")
     return files
 
 
@@ -340,7 +340,7 @@ def _with_checksums(tag_dir: Path, files: tuple[FileEntry, ...], most: int) -> t
     return tuple(replace(entry, checksum=sums.get(entry.path)) for entry in files)
 
 
-def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
+def _check_beside(root: Path, tag: str, entries: tuple[FileEntry, ...]) -> None:
     sizes = [(entry, size_of(records_dir(root) / entry.path)) for entry in entries]
     wrong = [
         f"{entry.path} is missing" if size is None else f"{entry.path} has {size} of {entry.size} bytes"
@@ -348,13 +348,13 @@ def _check_beside(root: Path, entries: tuple[FileEntry, ...]) -> None:
         if size != entry.size
     ]
     if wrong:
-        _refuse(records_dir(root), wrong, f"{len(entries)} files as they were written")
+        _refuse(tag, records_dir(root), wrong, f"{len(entries)} files as they were written")
 
 
-def _refuse(tag_dir: Path, wrong: list[str], expected: str) -> None:
+def _refuse(tag: str, place: Path, wrong: list[str], expected: str) -> None:
     raise CheckpointError(
-        f"the checkpoint {tag_dir.name} is incomplete and was not committed; the pointers stay as they were",
-        found=f"{tag_dir}: {listed(wrong, 10)}",
+        f"the checkpoint {tag} is incomplete and was not committed; the pointers stay as they were",
+        found=f"{place}: {listed(wrong, 10)}",
         expected=expected,
         cause="a rank was killed or ran out of disk while saving, or saves to another directory than rank 0; or the "
         "ranks of another job still write there",
