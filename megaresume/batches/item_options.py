@@ -148,8 +148,8 @@ def accept(contents: str | Mapping[str, str] | None, sources: Mapping[str, ItemS
         raise UsageError.unknown(
             "dataset in contents", unknown[0], list(sources), action="name the dataset as the loader does"
         )
-    for name, of_one in accepted.items():
-        sources[name].accepted = of_one
+    for source in sources.values():
+        source.accepted, source.is_one_of_several = accepted, len(sources) > 1
 
 
 def windows_of(items: int, step: int) -> dict[str, int]:

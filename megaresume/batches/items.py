@@ -27,6 +27,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -67,8 +68,10 @@ class ItemSource:
     call = "DataLoader"
     #: whether that call takes ``contents=``.
     takes_contents = True
-    #: the hash of changed contents that a resume accepts; None if they must be those of the state.
-    accepted: str | None = None
+    #: by dataset, the hashes of changed contents that a resume accepts; others must be those of the state.
+    accepted: Mapping[str, str | None] = MappingProxyType({})
+    #: whether it is one of several datasets.
+    is_one_of_several = False
     #: advice about an item that is longer than a sample.
     advice = "raise seq_length; or shorten the items or leave them out; or let packing='split' cut them"
 
@@ -146,8 +149,8 @@ class ItemSource:
         """
         if before == replace(now, contents=None):
             return None
-        if self.accepted is not None and now == replace(before, contents=self.accepted):
-            log.warning("megaresume: dataset '%s' holds something else from here on, as contents= accepts", name)
+        wanted = self.accepted.get(self.name)
+        if wanted is not None and now == replace(before, contents=wanted):
             return None
         more = now.documents - before.documents
         keep = "give back the dataset as it was"
@@ -158,8 +161,12 @@ class ItemSource:
             )
         elif more > 0:
             cause = f"{_items(more)} added, and the first {before.documents:,} are not as before: new ones were "
-            cause += "put between the old ones, or the dataset was shuffled, filtered or rebuilt"
+            cause += "put between the old ones, the dataset was shuffled, filtered or rebuilt, or its transform was "
+            cause += "changed"
             action = f"add new items after the old ones and call {self.call}(..., append='next_epoch'); or {keep}"
+            if self.takes_contents:
+                action += "; if they were added after the old ones and a transform was changed too: start without the "
+                action += "new ones first, with contents=, and with append= after a save"
         elif more < 0:
             cause, action = f"{_items(-more)} removed: by a filter, another split, or a file that is missing", keep
         elif now.lengths != before.lengths:
@@ -172,7 +179,7 @@ class ItemSource:
             action = f"{keep}; if the program shuffles or splits it, with the same seed at every start"
             if self.takes_contents:
                 action += "; or, if every item is the one that it was and only its transform was changed, on purpose, "
-                action += f"{self.call}(..., contents={now.contents!r})"
+                action += f"{self.call}(..., contents={self._accepting(now.contents)!r})"
         # If the number of items differs, the hashes add nothing.
         asked = [] if more else ["contents"] if self.tokens is None else ["lengths", "contents"]
         fields = [field for field in asked if getattr(before, field) != getattr(now, field)]
@@ -183,6 +190,12 @@ class ItemSource:
             cause=cause,
             action=action,
         )
+
+    def _accepting(self, contents: str) -> str | dict[str, str]:
+        """The option that accepts these contents, and what it accepts already."""
+        if not self.is_one_of_several:
+            return contents
+        return {name: one for name, one in self.accepted.items() if one is not None} | {self.name: contents}
 
 
 def _items(number: int) -> str:

@@ -190,7 +190,7 @@ def reconcile(
     before = {source.name: source for source in then.sources}
     if any((s.group_by_length is None) != (before.get(s.name, s).group_by_length is None) for s in today.sources):
         raise _refusal(*_over_all(today, state), state)  # said before other lengths are
-    grown = check_corpora(config, names, fingerprints, state, sources or {})
+    grown, changed = check_corpora(config, names, fingerprints, state, sources or {})
     now, course, accepted = _reconcile(today, grown, state, on_change)
     course.skips, said = decide(
         state.skips,
@@ -201,7 +201,7 @@ def reconcile(
         steps_to_samples=steps_to_samples,
         end=end,
     )
-    words = [f"at sample {state.samples}: {line}" for line in (*accepted, *grown, *renames(then, today))]
+    words = [f"at sample {state.samples}: {line}" for line in (*accepted, *grown, *changed, *renames(then, today))]
     return Reconciled(config=now, course=course, accepted=(*words, *said), grown=tuple(grown))
 
 

@@ -407,8 +407,8 @@ def check_corpora(
     fingerprints: Mapping[str, Fingerprint],
     state: StreamState,
     sources: Mapping[str, LengthSource],
-) -> list[Growth]:
-    """Refuse a corpus that is not the one of the state, unless it has grown and that is declared.
+) -> tuple[list[Growth], list[str]]:
+    """Refuse a corpus that is not the one of the state, unless it has grown, or has changed, and that is declared.
 
     Args:
         config: the current one.
@@ -418,12 +418,12 @@ def check_corpora(
         sources: those that are available, by today's names.
 
     Returns:
-        Those that have grown.
+        Those that have grown; and in words, those whose contents have changed.
 
     Raises:
         StateError: naming what differs.
     """
-    grown = []
+    grown, changed = [], []
     for entry in config.sources:
         name, now = names.get(entry.name, entry.name), fingerprints.get(entry.name)
         before = state.fingerprints.get(name)
@@ -431,6 +431,8 @@ def check_corpora(
             continue
         if before is None or now.documents <= before.documents or entry.append is None or entry.name not in sources:
             check_fingerprint(name, before, now, sources.get(entry.name))
+            if before is not None and before.contents is not None:
+                changed.append(f"source '{name}' holds something else: contents {before.contents} -> {now.contents}")
             continue
         first = first_documents(sources[entry.name], entry.name, before.documents)
         if first != before and hasattr(sources[entry.name], "changed"):
@@ -438,7 +440,7 @@ def check_corpora(
         _check_beginning(name, before, first, now.documents)
         when = _when(entry, state.sources[name])
         grown.append(Growth(source=name, append=entry.append, before=before.documents, after=now.documents, when=when))
-    return grown
+    return grown, changed
 
 
 def _check_beginning(name: str, before: Fingerprint, now: Fingerprint, documents: int) -> None:

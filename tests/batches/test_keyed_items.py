@@ -13,6 +13,7 @@ import torch.utils.data
 
 import megaresume
 from megaresume.stream.errors import ConfigError, StateError, UsageError
+from megaresume.stream.state import StreamState
 
 ITEMS = 20
 
@@ -155,8 +156,44 @@ def test_items_that_were_changed_on_purpose(keyed: bool, order: list[Any]) -> No
     assert items == [item for item, _ in order[:15]]
     with pytest.raises(StateError, match="items hold something else"):
         drawn(1, later, keyed=keyed, contents=contents)
+    (recorded,) = StreamState.from_json(later).overrides
+    assert recorded.startswith("at sample 5: source 'data' holds something else") and recorded.endswith(contents)
     with pytest.raises(UsageError, match="dataset in contents"):
         drawn(1, state, contents={"text": contents})
+
+
+class ManyShifted(Shifted):
+    def __len__(self) -> int:
+        return 2 * ITEMS
+
+
+def test_items_that_were_changed_and_added_at_once(order: list[Any]) -> None:
+    """One change at a start: the hash of the first items is not what the error names."""
+    before, state = drawn(5)
+    with pytest.raises(StateError, match="20 items were added, and the first 20 are not as before") as refused:
+        drawn(1, state, dataset=ManyShifted(), append="next_epoch", contents="0" * 16)
+    assert "or its transform was changed" in str(refused.value.cause)
+    assert "start without the new ones first, with contents=" in str(refused.value.action)
+    with pytest.raises(StateError) as refused:
+        drawn(1, state, dataset=Shifted())
+    middle, later = drawn(5, state, dataset=Shifted(), contents=str(refused.value.found).split()[-1])
+    last, final = drawn(10, later, dataset=ManyShifted(), append="next_epoch")
+    items = [item for item, _ in before] + [item - 100 for item, _ in middle + last]
+    assert items == [item for item, _ in order[:20]]
+    assert [line.split(" ", 3)[2] for line in StreamState.from_json(final).overrides] == ["5:", "10:"]
+
+
+def test_several_datasets_that_were_changed() -> None:
+    """Each error names what was accepted before, too."""
+    _, state = drawn(4, dataset={"a": (Noisy(), 1), "b": (Shifted(), 1)})
+    changed = {"a": (Shifted(), 1), "b": (Noisy(), 1)}
+    contents: dict[str, str] = {}
+    for name in ("a", "b"):
+        with pytest.raises(StateError, match=f"dataset '{name}' is not the one") as refused:
+            drawn(1, state, dataset=changed, contents=contents)
+        contents[name] = str(refused.value.found).split()[-1]
+        assert f"DataLoader(..., contents={contents!r})" in str(refused.value.action)
+    assert len(StreamState.from_json(drawn(2, state, dataset=changed, contents=contents)[1]).overrides) == 2
 
 
 class OwnGenerator(Noisy):
