@@ -60,7 +60,13 @@ from megaresume.hosts.deepspeed.engine import raising_last
 from megaresume.hosts.feeds import Feed, ItemFeed
 from megaresume.hosts.hugging_face_data import CountedBatches, callback_of, check_processes, check_settings, loader_of
 from megaresume.hosts.hugging_face_epochs import Epochs
-from megaresume.hosts.hugging_face_families import check_callbacks, check_methods, restore_callbacks, undo_settings
+from megaresume.hosts.hugging_face_families import (
+    check_callbacks,
+    check_methods,
+    refuse_allocation,
+    restore_callbacks,
+    undo_settings,
+)
 from megaresume.hosts.hugging_face_weights import RenamedWeights
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
@@ -223,6 +229,7 @@ class TransformersHost(TrainerHost):
             (trainer, "_save_checkpoint", self._save_checkpoint),
             (trainer, "_evaluate", undrawn),
             *RenamedWeights(trainer).hooks(),
+            *refuse_allocation(trainer),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),
             (trainer, "training_step", self._with_loss),

@@ -1,15 +1,18 @@
-"""Trainers derived from Hugging Face's: LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers; and callbacks.
+"""Trainers derived from Hugging Face's (LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers), callbacks, PEFT.
 
 A class with its own sampler or train loader is refused, except for those that only create one with certain settings. A
-callback's own state is in no checkpoint, unless it is transformers' ``ExportableState``.
+callback's own state is in no checkpoint, unless it is transformers' ``ExportableState``; nor is what PEFT's models know
+of the worth of their ranks.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from megaresume.hosts.attach import refuse
+from megaresume.hosts.trainer import Hook
 from megaresume.stream.errors import UsageError
 
 SENTENCE_TRANSFORMERS = "sentence_transformers.base.trainer.BaseTrainer"
@@ -176,6 +179,30 @@ def check_callbacks(trainer: Any) -> None:
         for cls in type(callback).__mro__:
             if found := _LOSING.get(_name_of(cls)):
                 refuse({found[0]: (f"{found[1]}, and no checkpoint holds that", "leave it out")}, expected="not set")
+
+
+def refuse_allocation(trainer: Any) -> list[Hook]:
+    """What is hooked on a model of PEFT's that can move its ranks between layers, as AdaLoRA and AdaMSS do.
+
+    One that is never asked to is trained like any other.
+    """
+    tuner = getattr(trainer.model, "base_model", None)
+    hooked = hasattr(tuner, "update_and_allocate")
+    return [(tuner, "update_and_allocate", functools.partial(_update_and_allocate, tuner))] if hooked else []
+
+
+def _update_and_allocate(tuner: Any, update: Any, *args: Any, **kwargs: Any) -> Any:
+    configs = getattr(tuner, "peft_config", {}).values()
+    if all(getattr(config, "use_asa", True) is False for config in configs):  # AdaMSS, which then does nothing
+        return update(*args, **kwargs)
+    raise UsageError(
+        "update_and_allocate cannot be used with megaresume.attach",
+        found=f"a call of update_and_allocate of {type(tuner).__name__}",
+        expected="adapters whose ranks stay as they are",
+        cause="it moves ranks by scores that it collects over the steps, and no checkpoint holds them: after a resume, "
+        "other ranks would be taken away",
+        action="leave the call out (with AdaMSS, use_asa=False and no AdamssAsaCallback); or use LoRA",
+    )
 
 
 def restore_callbacks(trainer: Any) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch
+from transformers import TrainerCallback
 
 import megaresume
 from megaresume.hosts.hugging_face_data import collator
@@ -144,6 +145,32 @@ def test_a_callback_of_trl_that_loses_its_state(tmp_path: Path, name: str, late:
     trainer.add_callback(own())
     with pytest.raises(UsageError, match=f"{name.replace('SyncRefModelCallback', 'sync_ref_model')} cannot be used"):
         trainer.train() if late else megaresume.attach(trainer)
+
+
+@pytest.mark.parametrize("use_asa", [None, False, True])
+def test_a_model_of_peft_that_moves_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, use_asa: bool | None
+) -> None:
+    """As AdaLoRA does, whose configuration has no ``use_asa``, and AdaMSS; by scores that no checkpoint holds."""
+    trainer = make(tmp_path / "run", max_steps=2)
+    config = SimpleNamespace() if use_asa is None else SimpleNamespace(use_asa=use_asa)
+    calls: list[int] = []
+    tuner = SimpleNamespace(peft_config={"default": config}, update_and_allocate=calls.append)
+    monkeypatch.setattr(type(trainer.model), "base_model", tuner)
+    megaresume.attach(trainer)
+
+    class Allocating(TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            tuner.update_and_allocate(state.global_step)
+
+    trainer.add_callback(Allocating())
+    if use_asa is False:
+        trainer.train()
+        assert calls == [0, 1]
+    else:
+        with pytest.raises(UsageError, match="update_and_allocate cannot be used"):
+            trainer.train()
+        assert not calls and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
