@@ -284,7 +284,9 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
         named = {name: one for name, one in objects.named().items() if name in states}
         kept = {name: states[name] for name in named}
         types = {name: _types(states[name]) for name in objects.modules}
-        _check_models({name: set(states[name]) for name in objects.modules}, objects.model_states())
+        today = objects.model_states()
+        _check_models({name: set(states[name]) for name in objects.modules}, today)
+        _check_types(types, today)
         check(kept, named, rest["kinds"])
         objects.forget()
         objects.put_modules(states, full=True)
@@ -307,8 +309,9 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
             saved = {name: joined(map(_unpacked, blobs[name].values())) for name in named}
             states = objects.model_states()
             _check_models({name: keys[name] for name in objects.modules}, states)
-            check(saved, named, rest["kinds"])
             types = _saved_types(objects.modules, metadata)
+            _check_types(types, states)
+            check(saved, named, rest["kinds"])
             objects.forget()
             kept = {}
             for name, one in named.items():
@@ -390,6 +393,45 @@ def _check_models(saved: Mapping[str, set[str]], today: Mapping[str, Mapping[str
             "have yet",
             action="before megaresume.attach, make the model as it was when the checkpoint was saved, with all its "
             "parameters and buffers: register them in __init__",
+        )
+
+
+def _check_types(saved: Mapping[str, Mapping[str, torch.dtype]], today: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse to read tensors into a dtype that cannot hold such values, and warn of any other one. Collective.
+
+    Args:
+        saved: for each module, the dtypes in the checkpoint.
+        today: for each module, its state.
+
+    Raises, on every rank:
+        StateError: names one of them.
+    """
+    others = {
+        f"{name}.{key}": (dtype, one.dtype)
+        for name, types in saved.items()
+        for key, dtype in types.items()
+        if isinstance(one := today[name].get(key), torch.Tensor) and one.dtype != dtype
+    }
+    worst = sorted(others, key=lambda key: torch.can_cast(*others[key]))[:1]
+    words = "".join(f"{key} is {others[key][1]}, and was {others[key][0]}" for key in worst)
+    words += f"; {len(others) - 1} more" if len(others) > 1 else ""
+
+    def refuse() -> None:
+        if worst and not torch.can_cast(*others[worst[0]]):
+            raise StateError(
+                "a model has other dtypes than the one that was saved",
+                found=words,
+                expected="dtypes that hold what was saved",
+                cause="the model, or its config, was changed",
+                action="make the model as it was when the checkpoint was saved",
+            )
+
+    on_all_ranks(refuse)
+    if words and is_rank_0():
+        print(
+            f"megaresume: WARNING: a model has other dtypes than when it was saved: {words}. What is read is rounded "
+            "to them, and the run continues with other numbers than if nobody had stopped it",
+            flush=True,
         )
 
 

@@ -539,3 +539,32 @@ def test_one_that_steps_by_another(tmp_path: Path, writer: Any) -> None:
         train(tmp_path / "refused", steps=1, inner=False)
     whole = train(tmp_path / "whole", steps=END)
     assert train(tmp_path / "parts", steps=3) + train(tmp_path / "parts", steps=END) == whole
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize("saved", [torch.float32, torch.bfloat16])
+def test_a_model_of_another_dtype(
+    tmp_path: Path, writer: str, saved: torch.dtype, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rounded weights are named; a type that cannot hold the values is refused."""
+
+    def loop_of(dtype: torch.dtype) -> Any:
+        model = torch.nn.Linear(2, 1)
+        model.register_buffer("scale", torch.full((1,), 1 / 3).to(dtype))
+        loader = megaresume.DataLoader(Numbers(), batch_size=4)
+        return megaresume.attach({"model": model}, loader, checkpoints=tmp_path, writer=writer)
+
+    for dtype in (saved, saved, torch.float16):
+        loop = loop_of(dtype)
+        loop.load()
+        named = f"model.scale is {dtype}, and was {saved}. What is read is rounded"
+        assert (named in capfd.readouterr().out) == (dtype != saved)
+        next(iter(loop))
+        loop.stepped()
+        if dtype == saved:
+            loop.save()
+        loop.close()
+    loop = loop_of(torch.int64)
+    with pytest.raises(StateError, match=rf"other dtypes(.|\n)*model.scale is torch.int64, and was {saved}"):
+        loop.load()
+    loop.close()
