@@ -134,7 +134,8 @@ def discard_unreduced(modules: Iterable[torch.nn.Module]) -> None:
     for group in _all_fsdp_groups(modules):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
-            parameter.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(parameter):  # a property in torch 2.15
+                parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
