@@ -161,6 +161,7 @@ def warn_of_forgotten(
 
     found = {kind_of(one) for one in living if id(one) not in known and trains(one)}
     found |= {kind_of(one) for one in _left_inside(kept)}
+    found |= {name for part in parts for name in _scores_of_ranks(part, known)}
     if beginning is not None:
         found |= {kind_of(one) for one in beginning.changed() if id(one) not in known}
     if found and is_rank_0():
@@ -169,6 +170,16 @@ def warn_of_forgotten(
             "start it afresh. Give it to what saves, before the first step",
             flush=True,
         )
+
+
+def _scores_of_ranks(part: Any, known: set[int]) -> Iterator[str]:
+    """What PEFT moves the ranks of adapters by, where it has been collected: AdaLoRA's allocator, AdaMSS's layers."""
+    allocator = _of(part, "rankallocator")
+    if _of(allocator, "exp_avg_ipt") and id(allocator) not in known:
+        yield kind_of(allocator)
+    scores = _of(part, "exp_avg_ipt_A")
+    if isinstance(scores, dict) and any(one is not None for each in scores.values() for one in each):
+        yield f"{kind_of(part)}, its exp_avg_ipt"
 
 
 def _left_inside(kept: Sequence[Any]) -> Iterator[Any]:

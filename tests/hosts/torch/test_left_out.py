@@ -415,6 +415,21 @@ def test_an_average_that_is_no_module(tmp_path: Path, given: str, capfd: pytest.
     assert given or "the state of tests.hosts.torch.test_left_out.Average: each" in said[0]
 
 
+@pytest.mark.parametrize("scores", [{}, {"lora_A": torch.ones(1)}], ids=["not yet", "collected"])
+def test_scores_that_peft_moves_ranks_by_are_named(
+    tmp_path: Path, scores: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """AdaLoRA's, in an object that its model holds, and AdaMSS's, in the layers."""
+    run = Run(tmp_path)
+    model = run.objects["model"]
+    model.rankallocator = SimpleNamespace(exp_avg_ipt=scores)
+    model.exp_avg_ipt_A = {"default": [scores.get("lora_A")]}
+    run.attach()
+    run.step_and_save()
+    named = "torch.nn.modules.linear.Linear, its exp_avg_ipt, types.SimpleNamespace: each resume would"
+    assert (named in capfd.readouterr().out) == bool(scores)
+
+
 def test_a_rate_that_deepspeed_does_not_save_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """It may be in the program's own ``client_state``, so it is not refused."""
     inner = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=1.0)
