@@ -189,6 +189,7 @@ class Objects:
             "others": {n: one.state_dict() for n, one in others.items()},
             "kinds": kinds,
             "shards": shards,
+            "modes": {name: mode for name, one in self._all().items() if (mode := _mode_of(one)) is not None},
             **held,
         }
 
@@ -210,9 +211,16 @@ class Objects:
 
     def put_rest(self, rest: Mapping[str, Any]) -> None:
         """Restore everything except modules and optimizers."""
-        objects = {**self.others, **{name: optimizer for name, (optimizer, _) in self.optimizers.items()}}
+        objects = self._all()
         for name, state in rest["others"].items():
             objects[name].load_state_dict(state)
+        for name, mode in rest.get("modes", {}).items():
+            if _mode_of(objects[name]) is not None:
+                objects[name].train_mode = mode
+
+    def _all(self) -> dict[str, Any]:
+        """All objects except modules."""
+        return {**self.others, **{name: optimizer for name, (optimizer, _) in self.optimizers.items()}}
 
     def check_names(self, rest: Mapping[str, Any]) -> None:
         """Raise a StateError if a checkpoint has other objects."""
@@ -326,6 +334,14 @@ def read(objects: Objects, directory: Path, group: Any) -> dict[str, Any]:
 def _checked(objects: Objects, rest: dict[str, Any]) -> dict[str, Any]:
     on_all_ranks(lambda: objects.check_names(rest))
     return rest
+
+
+def _mode_of(one: Any) -> bool | None:
+    """Which of its two weights the model now has, if this is an optimizer like schedulefree's ``ScheduleFreeWrapper``,
+    which keeps that in an attribute only.
+    """
+    mode = getattr(one, "train_mode", None)
+    return mode if isinstance(mode, bool) else None
 
 
 def _check_module(name: str, module: torch.nn.Module) -> None:

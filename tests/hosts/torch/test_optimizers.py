@@ -568,3 +568,47 @@ def test_a_model_of_another_dtype(
     with pytest.raises(StateError, match=rf"other dtypes(.|\n)*model.scale is torch.int64, and was {saved}"):
         loop.load()
     loop.close()
+
+
+class TwoWeights:
+    """As schedulefree's wrapper: its state is another one's, and an attribute says which weights the model has."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.base, self.train_mode = torch.optim.Adam(parameters, lr=0.01), False
+        self.state_dict, self.load_state_dict = self.base.state_dict, self.base.load_state_dict
+
+    @torch.no_grad()
+    def train(self) -> None:
+        for one in [] if self.train_mode else self.base.state:
+            one.mul_(1.5)
+        self.train_mode = True
+
+
+@pytest.mark.parametrize("writer", ["dcp", "torch"])
+@pytest.mark.parametrize("first", ["train", "load"])
+def test_one_whose_mode_is_not_in_its_state(tmp_path: Path, writer: Any, first: str) -> None:
+    def train(directory: Path, *stops: int) -> list[float]:
+        losses = []
+        for stop in stops:
+            torch.manual_seed(0)
+            model = torch.nn.Linear(2, 1)
+            optimizer = TwoWeights(model.parameters())
+            loader = megaresume.DataLoader(Numbers(), batch_size=4)
+            objects = {"model": model, "optimizer": optimizer}
+            loop = megaresume.attach(objects, loader, checkpoints=directory, writer=writer)
+            for call in (optimizer.train, loop.load) if first == "train" else (loop.load, optimizer.train):
+                call()
+            for batch in loop:
+                loss = model(batch.float() / 100).pow(2).mean()
+                optimizer.base.zero_grad()
+                loss.backward()
+                optimizer.base.step()
+                loop.stepped()
+                losses.append(loss.item())
+                if loop.step == stop:
+                    break
+            loop.save()
+            loop.close()
+        return losses
+
+    assert train(tmp_path / "whole", END) == train(tmp_path / "parts", 3, END)
