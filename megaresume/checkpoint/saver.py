@@ -33,7 +33,6 @@ from megaresume.checkpoint.save.retries import Retries
 from megaresume.checkpoint.starts import give_up
 from megaresume.checkpoint.stopping import Stopper
 from megaresume.checkpoint.system import Topology
-from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")
 
@@ -83,23 +82,8 @@ class Save:
         """The id of this save."""
         return self.pending.record.save_id
 
-    def defer(self, *, is_alone: bool = False) -> None:
-        """Leave the commit to whoever waits for the files, which are written in the background.
-
-        Args:
-            is_alone: rank 0 commits without the others.
-
-        Raises:
-            UsageError: ``is_alone``, and every node has its own directory.
-        """
-        if is_alone and self.part is not None:
-            raise UsageError(
-                "this writer in the background needs a directory that all nodes see",
-                found=f"{self.part[1]} nodes that save to disks of their own",
-                expected="one directory, or a writer of the training process",
-                cause="rank 0 commits what it writes, and does not see the files of the other nodes",
-                action="switch it off: remove checkpoint.writer from the DeepSpeed config",
-            )
+    def defer(self) -> None:
+        """Leave the commit to whoever waits for the files, which are written in the background."""
         self.is_deferred = True
 
     def commit(self) -> bool:

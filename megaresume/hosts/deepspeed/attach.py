@@ -179,8 +179,15 @@ def _started(
     # By name, as the method is hooked later.
     save = on_stop or (lambda: engine.save_checkpoint(os.fspath(save_dir or "")))
     session = _session_of(host, checkpoints, stop=stop, on_stop=save, metrics=metrics)
-    session.start()  # before anything that takes long
+    _start(session, engine)  # before anything that takes long
     return session
+
+
+def _start(session: Session, engine: Any) -> None:
+    """See `Session.start`."""
+    session.start()
+    if (root := session.roots.save_dir) is not None:
+        decoupled.check_nodes(engine, session.roots.parts_of(root))
 
 
 def _kind_of(data: Any) -> Literal["config", "items", "loader"]:
@@ -265,7 +272,7 @@ def attach_loader(
     host = EngineHost(engine)
     session = _session_of(host, checkpoints, metrics=metrics)
     _refuse_losses(host, loader)
-    session.start()
+    _start(session, engine)
     _check_same_sizes(engine)
     attached = on_all_ranks(lambda: AttachedLoader(engine, loader, session))
     _put_hooks(engine, attached)

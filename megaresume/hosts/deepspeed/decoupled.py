@@ -25,18 +25,21 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree
 
-from megaresume.checkpoint.ranks import on_all_ranks, on_rank_0, rank, world_size
+from megaresume.checkpoint.ranks import known_to_all, on_all_ranks, on_rank_0, rank, world_size
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.checkpoint.save.commit import PendingCheckpoint
 from megaresume.files import write_error
 from megaresume.hosts.attach import hook
 from megaresume.hosts.deepspeed import engine as facts
-from megaresume.stream.errors import CheckpointError, MegaresumeError
+from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
+
+if TYPE_CHECKING:
+    from megaresume.checkpoint.copies.parts import Parts
 
 _SLOT = "_megaresume_in_flight"
 
@@ -68,6 +71,25 @@ class _Flight:
     commit: Callable[[], object] | None = None
     rank: int = 0
     ranks: int = 1
+
+
+def check_nodes(engine: Any, parts: Parts | None) -> None:
+    """Refuse a writer that commits on rank 0 alone, if every node has its own directory. On all ranks.
+
+    Raises:
+        UsageError: both is so.
+    """
+    if parts is None or not facts.is_decoupled(engine):
+        return
+    raise known_to_all(
+        UsageError(
+            "this writer in the background needs a directory that all nodes see",
+            found=f"{parts.nodes.number} nodes that save to disks of their own",
+            expected="one directory, or a writer of the training process",
+            cause="rank 0 commits what it writes, and does not see the files of the other nodes",
+            action="switch it off: remove checkpoint.writer from the DeepSpeed config",
+        )
+    )
 
 
 def watch(engine: Any) -> None:

@@ -212,6 +212,7 @@ class EngineHost:
         """
         if session.passes_over_saves():
             return True
+        decoupled.check_nodes(self.engine, session.roots.parts_of(Path(save_dir)))
         decoupled.watch(self.engine)
         self.settle()
         on_all_ranks(lambda: decoupled.check_writer(self.engine))
@@ -227,7 +228,7 @@ class EngineHost:
                 result = write(tag=save.tag, client_state=state, save_latest=False)
             on_all_ranks(lambda: _check_written(errors, save))
             if facts.is_decoupled(self.engine):
-                save.defer(is_alone=True)
+                save.defer()
                 decoupled.defer(self.engine, save.pending, save.commit)
             return result
 

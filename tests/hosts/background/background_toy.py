@@ -71,8 +71,12 @@ def watched() -> None:
         engine.save_checkpoint(str(root))
         engine.destroy()
         found["destroyed"] = pointers(root)
-        # A writer that dies with a save in flight.
+        # A disk in each of two nodes.
         engine = engine_of(1, checkpoint=writer)
+        disk = toy.ROOT / f"node_{engine.global_rank}"
+        parts = megaresume.Checkpoints(save_dir=disk, stage_to="memory://nodes/run")
+        found["on nodes"] = toy.error_of(lambda: megaresume.attach(engine, toy.DATA, checkpoints=parts))
+        # A writer that dies with a save in flight.
         data = megaresume.attach(engine, toy.DATA)
         engine.load_checkpoint(str(root))
         toy.train(engine, data, 6)

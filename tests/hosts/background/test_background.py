@@ -48,6 +48,11 @@ def test_pointers_move_behind_the_last_byte(saves: Any) -> None:
         assert found["destroyed"] == ["global_step5", "5"]
 
 
+def test_refused_at_the_start_if_each_node_has_a_disk(saves: Any) -> None:
+    for found in saves[0]:
+        assert found["on nodes"][0] == "UsageError" and "needs a directory that all nodes see" in found["on nodes"][1]
+
+
 def test_training_is_as_without_it(saves: Any) -> None:
     for found in saves[0]:
         assert [loss for _, _, loss in found["seen"]] == [loss for _, _, loss in found["whole"]][:10]
