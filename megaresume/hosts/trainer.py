@@ -13,7 +13,6 @@ docs/hosts.md builds one.
 
 from __future__ import annotations
 
-import atexit
 import importlib.metadata
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ import torch
 
 from megaresume.batches.data_loader import DataLoader
 from megaresume.checkpoint.chooser import Pick
+from megaresume.checkpoint.ending import before_end, not_before_end
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.host import Host, Restored
@@ -216,7 +216,7 @@ class TrainerHost(Host):
             self.session.numbers, feed.loader.meter = self.steps.numbers, self.session.meter
             self.steps.on_step = self.session.meter.steps.stepped
         if self.background is not None:
-            atexit.register(self.background.look_at_exit)
+            before_end(self.background.look_at_exit)
 
     def note_loss(self, loss: Any, *, is_scaled: bool = False) -> None:
         """Report the loss of a micro-batch: see `StepNumbers.loss`."""
@@ -238,7 +238,7 @@ class TrainerHost(Host):
         self.settle()
         self.session.close()
         if self.background is not None:
-            atexit.unregister(self.background.look_at_exit)  # which would keep what was trained alive until then
+            not_before_end(self.background.look_at_exit)  # which would keep what was trained alive until then
 
     def iteration(self) -> int:
         """See `Host`."""

@@ -173,7 +173,7 @@ class StorePlace:
             elif time.monotonic() - since > PART_PATIENCE:
                 raise PartMissingError(
                     f"of {record.tag} the parts of nodes {', '.join(map(str, missing))} have not come: nothing of it "
-                    f"has reached {self.name} for {PART_PATIENCE:.0f} s"
+                    f"has reached {self.name} for {PART_PATIENCE:.0f} s; the log of the lowest rank on each says why"
                 )
         return join_parts(parts.values())
 

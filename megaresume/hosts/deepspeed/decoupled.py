@@ -15,7 +15,6 @@ outlive its rank, and might write into a tag that the next start also writes: a 
 
 from __future__ import annotations
 
-import atexit
 import functools
 import math
 import subprocess
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
+from megaresume.checkpoint.ending import before_end
 from megaresume.checkpoint.ranks import known_to_all, on_all_ranks, on_rank_0, rank, world_size
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.checkpoint.save.commit import PendingCheckpoint
@@ -115,7 +115,7 @@ def watch(engine: Any) -> None:
     writer.checkpoint_size._gigabytes = math.nan
     if writer.ckpt_process is not None:
         subprocess.Popen([sys.executable, "-S", "-E", "-c", _GUARD, str(writer.ckpt_process.pid)])
-    atexit.register(_at_exit, weakref.ref(engine))
+    before_end(functools.partial(_at_exit, weakref.ref(engine)))
 
 
 def check_writer(engine: Any) -> None:

@@ -22,6 +22,7 @@ import megaresume
 from megaresume import Checkpoints
 from megaresume.checkpoint import meetings
 from megaresume.hosts.driver import write_down
+from megaresume.stream.errors import StateError
 
 ITEMS, BASE = 100, 32
 
@@ -115,7 +116,8 @@ def run(
     **options: Any,
 ) -> Any:
     """Train to the end; the record lies beside the directory. ``kill``: at (``step`` or ``save``, N);
-    ``alone``: rank 0 saves there alone; ``gone``: it is killed on the others before it saves."""
+    ``alone``: rank 0 saves there alone; ``gone``: it is killed on the others before it saves; ``refused``: every rank
+    ends with an error after that save."""
     model = wrapped(parallel)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -158,6 +160,8 @@ def run(
                 if rank and kill == ("alone", loop.step):
                     continue  # to a step that rank 0 does not come to
                 loop.save()
+                if kill == ("refused", loop.step):
+                    raise StateError("something is refused")
             if loop.step == steps:
                 break
     loop.save()

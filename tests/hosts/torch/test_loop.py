@@ -85,6 +85,14 @@ def test_a_rank_is_gone_while_another_waits_to_save(tmp_path: Path) -> None:
     assert "a rank has ended while others waited for it in loop.save()" in said and choose(tmp_path / "run") is None
 
 
+def test_a_save_that_is_being_written_when_a_run_is_refused(tmp_path: Path) -> None:
+    """It counts: ranks that end with an error first commit what they have begun, as at any other end."""
+    done = launch(PROGRAM, tmp_path / "run", 2, batch=2, save_every=3, writer="dcp_async", kill=("refused", 6))
+    assert done.returncode != 0 and "something is refused" in done.stderr, done.stderr[-3000:]
+    choice = choose(tmp_path / "run")
+    assert choice is not None and choice.iteration == 6
+
+
 class Interrupted(Exception):
     pass
 
