@@ -33,7 +33,6 @@ import io
 import json
 import marshal
 import os
-import platform
 import runpy
 import signal
 import socket
@@ -41,6 +40,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 import types
 import warnings
 import weakref
@@ -105,11 +105,7 @@ _AT_START = ("HF_", "LC_", "LD_", "NUMBA_", "PYTHON", "TRANSFORMERS_")
 #: makes room for the environment of what is forked.
 ROOM = {"MEGARESUME_TESTS_ROOM": "." * 100_000}
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-#: of prctl(2), clone(2) and madvise(2).
-_GET_TID_ADDRESS = 40
-_CLONE = {"x86_64": 56, "aarch64": 220}
-_FLAGS = 0x8000 | 0x01000000 | 0x00200000  # CLONE_PARENT, CLONE_CHILD_SETTID, CLONE_CHILD_CLEARTID
-_COLLAPSE = 25
+_SET_CHILD_SUBREAPER = 36
 #: in paths of programs whose ranks start programs.
 _STARTING = ("megatron", "background", "elastic", "megaresume.run", "cluster.training", "loaders", "newest")
 
@@ -139,6 +135,8 @@ class Warm:
 
     def __init__(self, ours: socket.socket) -> None:
         self._ours, self._owner, self._lock = ours, os.getpid(), threading.Lock()
+        # What forks forks a process that forks and ends, so that the program is an orphan, which is given to us.
+        self._adopt = ctypes.CDLL(None).prctl
         # Or it would not end with this process, but with the last worker that this has forked.
         os.register_at_fork(after_in_child=ours.close)
 
@@ -148,8 +146,12 @@ class Warm:
         if os.getpid() != self._owner or len(request) > 150_000:
             return None
         with self._lock:
-            socket.send_fds(self._ours, [request], list(files))
-            answer = self._ours.recv(100)
+            self._adopt(_SET_CHILD_SUBREAPER, 1)
+            try:
+                socket.send_fds(self._ours, [request], list(files))
+                answer = self._ours.recv(100)
+            finally:
+                self._adopt(_SET_CHILD_SUBREAPER, 0)
         if not answer:
             raise RuntimeError("the process that forks programs has ended")
         return int(answer)
@@ -262,7 +264,12 @@ def serve(requests: socket.socket) -> Program:
         if not request:
             os._exit(0)
         ready, say = os.pipe()
-        if fork_for_parent() == 0:
+        if (between := os.fork()) == 0:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            while os.getppid() == between:
+                time.sleep(0.001)
             requests.close()
             os.close(ready)
             program = Program(**json.loads(request))
@@ -271,25 +278,9 @@ def serve(requests: socket.socket) -> Program:
         os.close(say)
         for fd in files:
             os.close(fd)
+        os.waitpid(between, 0)
         requests.send(os.read(ready, 100))
         os.close(ready)
-
-
-def fork_for_parent() -> int:
-    """As `os.fork`, but the new process is a child of this one's parent, who waits for it as for any of its own."""
-    libc, python = ctypes.PyDLL(None, use_errno=True), ctypes.pythonapi
-    tid = ctypes.c_void_p()  # where glibc keeps the thread's number, which the kernel writes there for the child
-    libc.prctl(_GET_TID_ADDRESS, ctypes.byref(tid))
-    python.PyOS_BeforeFork()
-    # The place of `tid` among the arguments depends on the processor; the kernel does not read the other one.
-    pid = int(libc.syscall(_CLONE[platform.machine()], _FLAGS, None, None, tid, tid))
-    if pid == 0:
-        python.PyOS_AfterFork_Child()
-    else:
-        python.PyOS_AfterFork_Parent()
-    if pid < 0:
-        raise OSError(ctypes.get_errno(), "clone")
-    return pid
 
 
 def become(program: Program, files: list[int]) -> None:
@@ -418,17 +409,6 @@ def freeze() -> None:
     gc.get_freeze_count = lambda: frozen  # which counts them one by one, at each import by megaresume
 
 
-def join_pages() -> None:
-    """Hold memory in pages of 2 MiB, where Linux can: a fork copies the list of pages, here of a hundred thousand."""
-    madvise, size = ctypes.CDLL(None).madvise, 2 << 20
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        where, rights, *_, inode = line.split()[:5]
-        first, last = (int(number, 16) for number in where.split("-"))
-        first, last = -(-first // size) * size, last // size * size
-        if rights == "rw-p" and inode == "0" and first < last:
-            madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _COLLAPSE)
-
-
 def keep_operators() -> None:
     """Torch would take each of its thousands of operators off its tables at the end of every process, one by one."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
@@ -504,7 +484,6 @@ def main() -> None:
     assert not {"megaresume", "megatron"} & {name.partition(".")[0] for name in sys.modules}
     freeze()
     gc.enable()
-    join_pages()
     requests.send(b"ready")
     run(serve(requests))
 

@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.forked import freeze, join_pages
+from tests.forked import freeze
 from tests.reliability import job, megatron_job
 from tests.reliability.job import MEGATRON, WORLD_SIZE, Kind, Task
 
@@ -231,7 +231,6 @@ def warm(data: Path) -> None:
     assert len(os.listdir("/proc/self/task")) == 1, "forking a process with threads is not safe"
     gc.collect()
     freeze()  # ZeRO 3 collects garbage when it begins: not that of all modules in every child
-    join_pages()
     gc.enable()
 
 
