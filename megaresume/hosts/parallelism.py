@@ -40,7 +40,7 @@ def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_par
     Raises:
         UsageError: DDP or FSDP averages over more processes than the loaders deal samples to; or FSDP1.
     """
-    averaged = max((_averaged(part) for module in modules for part in module.modules()), default=1)
+    averaged = max((_averaged(part) for part in _parts(modules)), default=1)
     if averaged > dp_size * context_parallel:
         raise UsageError(
             "every sample would be trained by several processes",
@@ -104,10 +104,9 @@ def reshard(modules: Iterable[torch.nn.Module]) -> None:
     """Let FSDP2's modules have their shards as parameters, as their optimizers do: a forward pass without a backward
     pass, as of an evaluation, leaves some with whole ones.
     """
-    for module in modules:
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()
+    for part in _parts(modules):
+        if isinstance(part, FSDPModule):
+            part.reshard()
 
 
 def unreduced(modules: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
@@ -140,8 +139,13 @@ def discard_unreduced(modules: Iterable[torch.nn.Module]) -> None:
                 parameter._unsharded_param.grad = None
 
 
+def _parts(modules: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """These modules and all modules in them."""
+    return (part for module in modules for part in module.modules())
+
+
 def _all_fsdp_groups(modules: Iterable[torch.nn.Module]) -> Iterator[Any]:
-    return (group for module in modules for part in module.modules() for group in _fsdp_groups(part))
+    return (group for part in _parts(modules) for group in _fsdp_groups(part))
 
 
 def _mesh_size(info: Any) -> int:
@@ -149,23 +153,21 @@ def _mesh_size(info: Any) -> int:
     return int(getattr(info, "shard_mesh_size", 1)) * int(getattr(info, "replicate_mesh_size", 1))
 
 
-def _tensor_groups(modules: Iterable[torch.nn.Module]) -> set[tuple[str, tuple[int, ...]]]:
+def _tensor_groups(modules: Sequence[torch.nn.Module]) -> set[tuple[str, tuple[int, ...]]]:
     """The ranks over which layers are divided by torch's ``parallelize_module``: of the dimensions of a parameter's
     mesh, FSDP2's come first. Only layers that it divides: the experts of expert parallelism have other samples.
     """
-    parts = [part for module in modules for part in module.modules()]
     #: of a parameter, by its module and name: the number of dimensions that are FSDP2's.
     sharded = {
         (id(holder), name): group.mesh_info.mesh.ndim
-        for part in parts
-        for group in _fsdp_groups(part)
+        for group in _all_fsdp_groups(modules)
         for info in (parameter._module_info for parameter in group.fsdp_params)
         for holder, name in zip(  # tied weights have several
             [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names], strict=True
         )
     }
     groups = set()
-    for part in parts:
+    for part in _parts(modules):
         weight: Any = part._parameters.get("weight")
         if not isinstance(part, (torch.nn.Linear, torch.nn.Embedding)) or not hasattr(weight, "placements"):
             continue
