@@ -139,6 +139,7 @@ class DataLoader(RankLoader):
         self._packing = item_options.Packing(seq_length=seq_length, how=packing, groups=group_by_length)
         item_options.check_packing(self._packing, lengths, list(named))
         item_options.check_balance(balance, self._packing)
+        item_options.check_contents(contents, list(named))
         of_each = item_options.by_name(lengths, named)
         directory = None if lengths_dir is None else Path(lengths_dir)
         sources = item_options.sources_of(named, of_each, self._packing, directory=directory, num_workers=num_workers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ ONLY = "data"
 OF_A_DATASET = ("weight", "max_epochs", "on_exhausted", "append", "shuffle", "was")
 #: the most steps within which items are sorted by length.
 WINDOW = 50
+#: a hash of items, as an error names it.
+_HASH = re.compile("[0-9a-f]{16}")
 #: options of torch's ``DataLoader`` that would change the order, and their replacements.
 _REFUSED = {
     "sampler": "the order is the stream's: leave the sampler out; weigh datasets by {name: (dataset, weight)}",
@@ -141,13 +144,23 @@ def sources_of(
     return sources
 
 
+def check_contents(contents: Any, names: Sequence[str]) -> None:
+    """Refuse ``contents=`` that is not the hash of a dataset's items, or is for a dataset that is not there."""
+    for name, one in by_name(contents, names).items():
+        if name not in names:
+            raise UsageError.unknown("dataset in contents", name, names, action="name the dataset as the loader does")
+        if one is not None and not (isinstance(one, str) and _HASH.fullmatch(one)):
+            raise UsageError(
+                "contents is not a hash",
+                found=f"contents={contents!r:.200}",
+                expected="16 hexadecimal digits, or {name: these} for some of the datasets",
+                action="leave it out: if items have changed since the state was saved, the error names their hash",
+            )
+
+
 def accept(contents: str | Mapping[str, str] | None, sources: Mapping[str, ItemSource]) -> None:
     """Let the datasets have changed to these contents: see `ItemSource.accepted`."""
     accepted = by_name(contents, sources)
-    if unknown := [name for name in accepted if name not in sources]:
-        raise UsageError.unknown(
-            "dataset in contents", unknown[0], list(sources), action="name the dataset as the loader does"
-        )
     for source in sources.values():
         source.accepted, source.is_one_of_several = accepted, len(sources) > 1
 

@@ -162,6 +162,13 @@ def test_items_that_were_changed_on_purpose(keyed: bool, order: list[Any]) -> No
         drawn(1, state, contents={"text": contents})
 
 
+@pytest.mark.parametrize("contents", [5, True, "4d9e2a66", ["0" * 16], {"data": 5}, b"0" * 16])
+def test_contents_that_are_no_hash(contents: Any) -> None:
+    """Refused although nothing has changed: by the time that it has, the option would not be read."""
+    with pytest.raises(UsageError, match="contents is not a hash"):
+        drawn(0, contents=contents)
+
+
 class ManyShifted(Shifted):
     def __len__(self) -> int:
         return 2 * ITEMS
