@@ -2,6 +2,7 @@
 
 background_toy.py DATA ROOT saves     saves in flight, and every way in which they end; ends with one in flight
 background_toy.py DATA ROOT kill      goes on from there; killed with a save in flight
+background_toy.py DATA ROOT refused   goes on from there; every rank ends with an error with a save in flight
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ def watched() -> None:
     import toy
 
     import megaresume
+    from megaresume.stream.errors import StateError
 
     os.environ |= {"CROSS_SIZE": "1", "CROSS_RANK": "0"}
     writer = {"writer": {"type": "python", "decoupled": True, "data_parallel": "replica"}}
@@ -138,7 +140,7 @@ def watched() -> None:
         toy.result("saves", found)
         globals()["keep"] = engine, data
 
-    def kill() -> None:
+    def in_flight(name: str) -> None:
         root, found = toy.ROOT / "saves", {}
         engine = engine_of(1, checkpoint=writer)
         data = megaresume.attach(engine, toy.DATA)
@@ -148,11 +150,20 @@ def watched() -> None:
         found["seen"] = toy.train(engine, data, 8)
         engine.save_checkpoint(str(root))
         found["writer"] = engine.checkpoint_engine.ckpt_process.pid
-        toy.result("kill", found)
+        found["pointers"] = pointers(root)
+        toy.result(name, found)
         torch.distributed.barrier()
+        globals()["keep"] = engine, data
+
+    def kill() -> None:
+        in_flight("kill")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    {"saves": saves, "kill": kill}[sys.argv[3]]()
+    def refused() -> None:
+        in_flight("refused")
+        raise StateError("something is refused")
+
+    {"saves": saves, "kill": kill, "refused": refused}[sys.argv[3]]()
     toy.finish()
 
 

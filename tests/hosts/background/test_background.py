@@ -121,6 +121,15 @@ def test_a_kill_with_a_save_in_flight_is_safe(kill: Any, saves: Any, root: Path)
             time.sleep(0.05)
 
 
+def test_an_error_with_a_save_in_flight_waits(kill: Any, launch: Any, data_yaml: Path, root: Path) -> None:
+    """It counts: ranks that end with an error first commit what they have begun, as at any other end."""
+    found, status, output = run(launch, "refused", data_yaml, root)
+    assert status != 0 and output.count("something is refused") == 1, output[-3000:]
+    assert [one["pointers"] for one in found] == [["global_step7", "7"]] * 2
+    choice = choose(root / "saves")
+    assert choice is not None and choice.tag == "global_step8" and choice.manifest is not None
+
+
 def _runs(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii") as file:
