@@ -47,7 +47,7 @@ def test_bash(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     assert completed("megaresume do", tmp_path) == ["doctor"]
     assert completed("megaresume de", tmp_path) == ["demo"]
-    assert completed("megaresume demo --s", tmp_path) == ["--sft", "--steps"]
+    assert completed("megaresume demo --o", tmp_path) == ["--out", "--overwrite"]
     assert completed("megaresume latest check", tmp_path) == ["checkpoints"]
     assert completed("megaresume latest --layout v", tmp_path) == ["verl"]
     assert completed("megaresume new t", tmp_path) == ["torch", "trainer"]
