@@ -291,6 +291,21 @@ def test_a_later_save_does_not_give_up_an_earlier_one(
     assert not_durable(root) == () and taken(root) == 40
 
 
+def test_the_end_does_not_wait_for_a_save_that_was_not_committed(
+    root: Path, complete: Manifest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error comes while it is being written. It is not complete, and nobody says so."""
+    never = Saved(iteration=50, tag="global_step50", save_id="of a save that does not end")
+    work = Durability(checksums=True)
+    work.submit(root, complete.saved)
+    work.submit(root, never)
+    work._at_exit()
+    assert not_durable(root) == () and not caplog.records
+    work.submit(root, never)
+    work._close(0.0)
+    assert "complete" not in caplog.text
+
+
 def test_a_record_that_is_gone_for_a_moment_is_no_pruned_checkpoint(
     root: Path, complete: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,8 @@ class Durability:
         self._close(PATIENCE if timeout is None else timeout, is_saving=is_saving)
 
     def _at_exit(self) -> None:
-        self._close(PATIENCE if getattr(sys, "last_value", None) is None else PATIENCE_IN_ERROR)
+        # What commits at the end of a program has done so: see `machines`.
+        self._close(PATIENCE if getattr(sys, "last_value", None) is None else PATIENCE_IN_ERROR, is_saving=False)
 
     def _close(self, timeout: float, *, is_saving: bool = True) -> None:
         deadline = time.monotonic() + max(timeout, 0.0)
@@ -206,7 +207,7 @@ class Durability:
                 waiting = ", ".join(work.saved.tag for work in self._queue)
                 log.warning("megaresume: waiting until %s is on the disk", waiting)
                 self._changed.wait_for(lambda: not self._queue, max(0.0, deadline - time.monotonic()))
-            for work in self._queue:
+            for work in filter(_is_complete, self._queue):
                 log.error(
                     "megaresume: %s is complete but not durable yet: until the next start there has made it so, a "
                     "restart of the machines loses it",
@@ -326,3 +327,9 @@ class Durability:
         elif not manifest.has_checksums and all(checksums.get(entry.path) for entry in manifest.files):
             note_checksums(work.root, manifest, checksums)
         return parts
+
+
+def _is_complete(work: _Work) -> bool:
+    with contextlib.suppress(MegaresumeError, OSError):
+        return committed(work.root, work.saved) is not None
+    return False
