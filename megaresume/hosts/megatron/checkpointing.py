@@ -17,17 +17,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import torch
+
+from megaresume.checkpoint.ending import before_end
 from megaresume.checkpoint.file_errors import is_damage, read_on_all_ranks, read_undamaged
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import check_owned
-from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import is_known_to_all, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import megatron_tag
@@ -161,12 +166,31 @@ def around_schedule_async_save(original: Callable[..., Any]) -> Callable[..., An
             # Before Megatron's own, which writes the tracker in place: a job that lost the directory must not.
             async_request.finalize_fns.insert(0, lambda: on_rank_0(lambda: check_owned(save.save_dir)))
             async_request.add_finalize_fn(lambda: host.session.commit(save))
+            _finish_before_end(sys.modules.get(original.__module__))
         write = getattr(async_request, "async_fn", None)
         if host is not None and host.settings.mode != "off" and write is not None:
             async_request = async_request._replace(async_fn=written_with_us(write))
         return original(async_request, *args, **kwargs)
 
     return schedule_async_save
+
+
+@functools.cache
+def _finish_before_end(async_utils: ModuleType | None) -> None:
+    """Finish the asynchronous saves, for which Megatron needs all ranks, before an error that all of them have ends
+    the program. With another error they end, as without us.
+
+    Args:
+        async_utils: Megatron's module that schedules them.
+    """
+    finalize = getattr(async_utils, "maybe_finalize_async_save", None)
+
+    def finish() -> None:
+        error = getattr(sys, "last_value", None)
+        if finalize is not None and error is not None and is_known_to_all(error) and torch.distributed.is_initialized():
+            finalize(blocking=True)
+
+    before_end(finish)
 
 
 # Load

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megaresume.checkpoint.load.choose import choose
 from megaresume.cluster.processes import free_port
-from tests.hosts.megatron.conftest import MINI, SCRIPTS
+from tests.hosts.megatron.conftest import MINI, SCRIPTS, Mini
 
 pytest.importorskip("megatron.core")
 pytestmark = pytest.mark.process
@@ -47,6 +48,36 @@ if __name__ == "__main__":
     time.sleep(1000)
 """
 
+#: Trains, and every rank ends with one error at the step after the save of step 4, whose writers wait for that.
+REFUSED = """
+import builtins, os, runpy, sys, time
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megaresume.checkpoint import ending
+from megaresume.checkpoint.ranks import known_to_all
+from megaresume.stream.errors import StateError
+
+ending.END_PATIENCE = 600
+program, refused, original, steps = *sys.argv[1:3], builtins.open, []
+
+def late(path, *args, **kwargs):
+    while "iter_0000004" in str(path) and ".distcp" in str(path) and not os.path.exists(refused):
+        time.sleep(0.01)
+    return original(path, *args, **kwargs)
+
+def refuse(*_):
+    steps.append(None)
+    if len(steps) == 5:
+        original(refused, "w").close()
+        raise known_to_all(StateError("something is refused"))
+
+builtins.open = late
+register_optimizer_step_pre_hook(refuse)
+sys.argv[:3], sys.path[0] = [program], os.path.dirname(program)
+runpy.run_path(program, run_name="__main__")
+"""
+
 
 def wait_for_all_that_hold(path: Path) -> None:
     with open(path, "ab") as file:
@@ -78,3 +109,15 @@ def test_one_that_is_kept_ends_too(tmp_path: Path, method: str) -> None:
     done = subprocess.run([sys.executable, tmp_path / "program.py", method, tmp_path / "held"])
     assert done.returncode == -signal.SIGKILL
     wait_for_all_that_hold(tmp_path / "held")
+
+
+def test_a_save_that_is_being_written_when_all_ranks_end(mini: Mini, data_yaml: Path, tmp_path: Path) -> None:
+    """It counts: they finish it first, as Megatron does at any other end."""
+    (tmp_path / "program.py").write_text(REFUSED)
+    words = ["--megaresume-data", data_yaml, "--seed", 7, "--seq-length", 32, "--vocab-size", 65, "--train-iters", 6]
+    words += ["--micro-batch-size", 2, "--global-batch-size", 8, "--save", tmp_path / "save", "--save-interval", 4]
+    words += ["--ckpt-format", "torch_dist", "--async-save"]
+    done = mini(MINI / SCRIPTS[0], tmp_path / "refused", *words, script=str(tmp_path / "program.py"))
+    assert done.status == 1 and done.output.count("something is refused") == 1, done.output[-3000:]
+    choice = choose(tmp_path / "save")
+    assert choice is not None and choice.iteration == 4 and choice.manifest is not None
