@@ -14,7 +14,7 @@
 Names are imported when first used, so that the command line stays fast. The rooms, each of which only imports from
 those below it (``lint-imports`` checks that):
 
-program.py     the command line: finds the command
+program.py     the command line: finds the command; completion.py
 cluster/       launching, a cluster's resume test, the demo, and their small trainer
 runs/          a run's directory, and every question about it, each with its command
 run.py         launches scripts that do not know us: Megatron's, and those with Hugging Face's Trainer

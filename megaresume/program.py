@@ -102,6 +102,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "test resuming on your cluster: stop a small run in every way, resume it elsewhere, compare all steps",
         ),
     },
+    "the shell": {
+        "completion": (
+            "completion",
+            "print what bash or zsh needs to complete megaresume's commands and flags",
+        ),
+    },
 }
 _MODULES = {name: module for group in GROUPS.values() for name, (module, _) in group.items()}
 #: name -> help.

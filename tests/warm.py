@@ -27,6 +27,7 @@ FORKED = (
     "checkpoint/metrics/test_record.py",
     "checkpoint/metrics/test_trouble.py",
     "checkpoint/store/test_nodes.py",
+    "checkpoint/store/test_position.py",
     "checkpoint/test_meeting.py",
     "cli/test_new.py",
     "cli/test_plan_megatron.py",

@@ -49,6 +49,7 @@ from megaresume.checkpoint.random_state import RandomState
 from megaresume.checkpoint.ranks import gather, is_rank_0, known_to_all, on_all_ranks, on_rank_0, same_on_all_ranks
 from megaresume.checkpoint.records.candidates import run_of
 from megaresume.checkpoint.records.envelope import DataState, Envelope
+from megaresume.checkpoint.records.position import Positions
 from megaresume.checkpoint.records.step_file import StepFile, new_id
 from megaresume.checkpoint.replay import METRICS, Replay
 from megaresume.checkpoint.roots import Roots
@@ -80,6 +81,7 @@ class Session:
         save_dir: where the run saves, if known in advance: the ledger then records starts that die before a save.
         stage_to: where checkpoints in ``save_dir`` are copied to.
         retention: which older checkpoints to keep.
+        position_every: steps between two records of the current position, see `Positions`; None: none.
         max_starts: how many starts from one step without a save are allowed; 0: any number.
         checksums: compute checksums of all files after a save, and verify them at a load.
         random: the generators of this rank; None if the framework saves them itself.
@@ -97,6 +99,7 @@ class Session:
         save_dir: str | os.PathLike[str] | None = None,
         stage_to: str | os.PathLike[str] | None = None,
         retention: Retention = KEEP_ALL,
+        position_every: int | None = None,
         max_starts: int = MAX_STARTS,
         checksums: bool = True,
         random: RandomState | None = None,
@@ -109,6 +112,14 @@ class Session:
         self.replay = Replay.asked()
         if self.replay is not None:
             save_dir, stage_to, retention, metrics = self.replay.out, None, KEEP_ALL, METRICS
+            position_every = None
+        if position_every is not None and position_every < 1:
+            raise UsageError(
+                "position_every (--megaresume-position-every) must be at least 1",
+                found=position_every,
+                expected="steps",
+                action="leave it out to note nothing between saves",
+            )
         self.host, self.data = host, data
         #: optimizer steps done; may be called at any time and in any thread.
         self.step_now: Callable[[], int] = host.iteration
@@ -146,6 +157,9 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: duration of the last save in seconds; None if there was none. On rank 0.
         self.save_seconds: float | None = None
+        self._position_every = position_every
+        #: on rank 0, once training has begun.
+        self._positions: Positions | None = None
         self._begun = False
 
     @property
@@ -360,8 +374,14 @@ class Session:
             self.meter.start()
             if self.meter.pending is not None and isinstance(self.host, HasLoggers):
                 self.meter.give(self.host.log)
+        self.note_position()
         if self.random is not None:
             self.random.step_begins()
+
+    def note_position(self) -> None:
+        """Record the current position before a step, if ``position_every`` is set. No collective; returns at once."""
+        if self._positions is not None:
+            self._positions.note(self.host.iteration(), self.host.samples)
 
     def begin(self, *, trains: bool = True, save_interval: int | None = None) -> None:
         """Record this start in the ledger of ``save_dir``, once.
@@ -392,7 +412,24 @@ class Session:
                 )
         if self.meter is not None and trains:
             self.meter.begin(self._watched())
+        if self._position_every is not None and trains and is_rank_0():
+            self._note_positions(self._position_every)
         self._begun = True
+
+    def _note_positions(self, every: int) -> None:
+        """Start recording positions. On rank 0."""
+        root = self.roots.save_dir
+        if root is None or (run := run_of(root)) is None:
+            return
+        stream, copies = getattr(self.data, "stream", None), self.roots.copies_of(root)
+        self._positions = Positions(
+            root,
+            every,
+            run=run,
+            start=self.attempt or 1,
+            digest=lambda samples: None if stream is None else stream.digest_at(samples),
+            send=None if copies is None or copies.place is None else copies.place.put_position,
+        )
 
     def _meter_of(self, metrics: Any) -> Meter | None:
         if not metrics:
@@ -617,6 +654,10 @@ class Session:
         rank; a later save takes the lock again.
         """
         left = None
+        if self._positions is not None:
+            self.note_position()
+            self._positions.close()
+            self._positions = None
         if self.meter is not None:
             self.meter.close()
         if self.stopper is not None:

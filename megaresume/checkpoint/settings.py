@@ -154,6 +154,13 @@ class Checkpoints:
         hosts="megatron trainer training",
         metavar="PLACE",
     )
+    position_every: int | None = setting(
+        None,
+        "between saves, note step, samples and digest of the data every N steps, in the background, beside the "
+        "checkpoints and their copies: after the loss of a machine, top, report and goodput tell what it had done",
+        hosts="trainer training",
+        metavar="N",
+    )
     save_retries: int = setting(
         3,
         "retry a failed save this many times if the cause may be temporary: a full disk or quota, an I/O error, a "
@@ -208,7 +215,7 @@ class Checkpoints:
 
 
 #: the fields of `Checkpoints` that are passed to a `Session`.
-_OF_SESSION = ("save_dir", "stage_to", "retention", "max_starts", "checksums", "retries")
+_OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries")
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]

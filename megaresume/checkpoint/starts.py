@@ -27,6 +27,7 @@ from megaresume.checkpoint.records.manifest import Manifest
 from megaresume.checkpoint.records.marker import Marker, read_marker, remove_marker
 from megaresume.checkpoint.records.names import TRACKER, ledger_path, marker_path, megatron_tag, records_dir, same_place
 from megaresume.checkpoint.records.pointers import read_pointer
+from megaresume.checkpoint.records.position import reached
 from megaresume.checkpoint.records.step_file import StepFile, new_id
 from megaresume.checkpoint.save.commit import abandon_save, publish, record_commit
 from megaresume.checkpoint.save.retention import put_back
@@ -74,6 +75,8 @@ def record_start(
         kept["loaded"] = choice.record.save_id
     if (seconds := process_age()) is not None:
         kept["startup_seconds"] = round(seconds, 1)
+    if (before := reached(root)) is not None:
+        kept["reached"] = before
     if choice is not None and not same_place(choice.load_dir, root):
         kept["loaded_from"] = {"digest": choice.digest, "run": None if choice.record is None else choice.record.run}
     return _append(root, "start", iteration, None if choice is None else choice.tag, state, topology, kept)

@@ -349,6 +349,7 @@ class BridgeHost(TrainerHost):
         if not self._has_begun:
             self._has_begun = True
             self.session.begin(trains=not is_over, save_interval=self.trainer.checkpoint.save_interval)
+        self.session.note_position()
 
     def stepped(self, state: Any) -> None:
         """Compare Bridge's count of steps and samples with ours, between two steps.

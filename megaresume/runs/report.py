@@ -69,7 +69,9 @@ def run_page(facts: RunFacts) -> str:
         f"<h1>{escape(facts.dir)}</h1>",
         f"<p>run {escape(str(facts.run))}, at step {facts.step:,}: {facts.samples:,} samples, "
         f"{facts.tokens:,} tokens, {facts.documents:,} documents{fill}. "
-        f"{len(facts.starts)} starts, {facts.checkpoints} checkpoints. Saved {escape(facts.saved)}.</p>",
+        f"{len(facts.starts)} starts, {facts.checkpoints} checkpoints. Saved {escape(facts.saved)}"
+        + ("" if facts.unsaved is None else f"; {facts.unsaved:,} steps done since, and not saved")
+        + ".</p>",
         "<h2>Sources</h2>",
         html_table(
             ("source", "weight", "tokens", "documents", "epochs", "left of this epoch", "lasts until", "passed over"),

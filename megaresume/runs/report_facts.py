@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.position import reached, reached_of
 from megaresume.checkpoint.system import Topology
 from megaresume.runs.answer import Answer, optional
 from megaresume.runs.directory import Run
@@ -156,7 +157,9 @@ class RunFacts(Answer):
     #: the validation losses, by validation set.
     validations: dict[str, list[tuple[int, float]]]
     notes: list[str]
-    #: the figures of a run that was measured.
+    #: steps done since ``step`` but not saved, as far as recorded; None: unknown.
+    unsaved: int | None = optional()
+    #: the figures of a run that was measured, or whose position was recorded.
     figures: RunFigures | None = optional()
 
 
@@ -196,8 +199,14 @@ def collect(run: Run, log: LossLog | None = None) -> RunFacts:
         losses=None if log is None else _thinned(log.steps),
         validations={} if log is None else {name: _thinned(by) for name, by in log.validations.items()},
         notes=history.notes,
+        unsaved=_unsaved(run, history.newest.iteration),
         figures=read_figures(run),
     )
+
+
+def _unsaved(run: Run, saved: int) -> int | None:
+    newest = reached(run.root)
+    return None if newest is None or newest["iteration"] <= saved else int(newest["iteration"]) - saved
 
 
 def _points(history: History) -> list[RunPoint]:
@@ -282,6 +291,11 @@ def _starts(entries: Sequence[LedgerEntry], log: LossLog | None) -> list[RunStar
             continue
         known = restarts.get(entry.iteration)
         exact = known.pop() if known and starts else None
+        before = reached_of(entry.details) if starts else None
+        if before is not None:
+            saved = max(saved, before[0])
+            if exact is None and before[3] == 1:
+                exact = max(before[0] - entry.iteration, 0)
         starts.append(
             RunStart(
                 time=entry.time,

@@ -19,6 +19,7 @@ from typing import Any
 from megaresume.checkpoint.metrics.goodput import CAUSES, all_marks, goodput_of
 from megaresume.checkpoint.metrics.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
 from megaresume.checkpoint.records.names import is_mirror, split_root
+from megaresume.checkpoint.records.position import read_position
 from megaresume.checkpoint.records.prompt_ledger import PROMPTS
 from megaresume.checkpoint.system import seconds_of
 from megaresume.command_line import at_least
@@ -132,7 +133,7 @@ def look(root: Path) -> Now:
     except MegaresumeError as error:
         notes.append(error.line)
     pulse, reading = read_pulse(directory), newest_reading(directory)
-    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries)
+    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries, read_position(root))
     spent = goodput_of(marks)
     figures: Mapping[str, Any] = {} if reading is None else reading["figures"]
     last = marks[-1] if marks else Mark(event="", time=0.0, step=0, samples=0)

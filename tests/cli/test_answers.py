@@ -27,6 +27,7 @@ WHOLE = {
         "plan SAVE --data NEW --train-iters 100",
         "plan SAVE --data NEW --on-change stage --global-batch-size 16 --dp 3",
         "plan SAVE --train-iters 100 --skip-samples 100-120",
+        "plan SAVE --mtbf 6h --save-time 30s --step-time 2s --restart-time 5m",
     ],
     "trace": [
         "trace SAVE --steps 2",

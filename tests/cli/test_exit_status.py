@@ -57,8 +57,9 @@ def test_a_wrong_path(words: str, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_every_command_was_tried() -> None:
-    # A directory without checkpoints is what `latest` is asked about at the first launch; `demo` reads no path.
-    assert {words.split()[0] for words in WRONG} == set(COMMANDS) - {"demo"}
+    # A directory without checkpoints is what `latest` is asked about at the first launch; `demo` and
+    # `completion` read no path.
+    assert {words.split()[0] for words in WRONG} == set(COMMANDS) - {"demo", "completion"}
 
 
 WITHOUT_TORCH = """

@@ -66,7 +66,7 @@ def test_a_slip_is_named_under_the_usage_of_its_command(words, usage, said):
     assert done.stderr.startswith(f"usage: {usage}") and said in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize("words", [("latest",), ("doctor",), ("inspect",), ("plan",)])
+@pytest.mark.parametrize("words", [("latest",), ("doctor",), ("inspect",), ("plan",), ("plan", "--mtbf", "6h")])
 def test_what_the_system_refuses_is_no_traceback(words, capsys):
     assert main([words[0], "x" * 300, *words[1:]]) == 1
     assert "File name too long" in capsys.readouterr().err

@@ -28,8 +28,8 @@ def directory(run: SavedRun) -> Path:  # noqa: F811
 @pytest.mark.process
 def test_the_commands(directory: Path) -> None:
     commands = SHOWN.findall(TEXT)
-    assert len(commands) == TEXT.count("\n    megaresume plan ") == 6
-    assert sum(bool(output.strip()) for _, output in commands) == 5
+    assert len(commands) == TEXT.count("\n    megaresume plan ") == 7
+    assert sum(bool(output.strip()) for _, output in commands) == 6
     program = f"{sys.executable} -m megaresume"
     for command, output in commands:
         done = subprocess.run(

@@ -131,6 +131,7 @@ def test_the_traps_work(run: tuple[Path, Path]) -> None:
         ("latest hf", None),
         ("latest megatron", None),
         ("trace save --step 2", 0),
+        ("plan save --mtbf 6h", None),
         ("verify save", 0),
         ("stream save/megaresume/data.yaml", 0),
         ("doctor save", None),

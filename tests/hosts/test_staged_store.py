@@ -40,7 +40,8 @@ def _samples(done: subprocess.CompletedProcess) -> dict[str, str]:
 @release(
     "five starts of a run on a real server",
     "`tests/hosts/test_staged.py::test_killed_and_its_node_lost`: the same program, copied to a directory, "
-    "`tests/checkpoint/store/test_nodes.py::test_killed_on_any_node_at_any_time`: machines lost, and a store",
+    "`tests/checkpoint/store/test_position.py::test_steps_after_the_last_save_are_known_and_lost`: `[1]`, "
+    "a machine lost and a store",
 )
 def test_killed_and_resumed_on_an_empty_machine(server: Server, tmp_path: Path) -> None:
     """The twin is never stopped. The run is killed after a save, resumes, loses its disk, resumes from the store."""

@@ -101,6 +101,7 @@ def test_the_base_installation(installed: Run) -> None:
     ("words", "extra"),
     [
         ("demo", "demo"),
+        ("demo --trainer", "hugging-face,report"),
         ("smoke --out out", "demo"),
         ("prepare text.txt --output other --tokenizer .", "text"),
         ("prepare text.tar --output shards --processor patches", "vlm"),

@@ -49,6 +49,7 @@ from megaresume.checkpoint.records.names import (
     records_dir,
     step_path,
 )
+from megaresume.checkpoint.records.position import share_position, write_position
 from megaresume.checkpoint.records.rank_files import remove_orphans
 from megaresume.checkpoint.records.step_file import StepFile
 from megaresume.checkpoint.save.retention import Retention, keep_superseded, prune
@@ -126,6 +127,9 @@ class Place(Protocol):
             local: the local root.
             waits: whether a checkpoint there waits, or waited, to be copied.
         """
+
+    def put_position(self, data: bytes) -> None:
+        """Write the current position (`position`). In another thread than the other methods."""
 
 
 class DirectoryPlace:
@@ -209,6 +213,9 @@ class DirectoryPlace:
         prune(self.root, retention, copied, copies_of=local)
         remove_orphans(self.root)
 
+    def put_position(self, data: bytes) -> None:
+        write_position(self.root, data)
+
 
 def part_here(root: Path, iteration: int, tag: str) -> Manifest | None:
     """The manifest of a checkpoint of which a local root has only one node's files; None for all others."""
@@ -227,7 +234,11 @@ def missing_lines(source: Path, target: Path) -> list[bytes]:
 
 
 def share_ledger(source: Path, target: Path) -> None:
-    """Add lines that the other ledger lacks, each at its position; a new ledger appears with all lines at once."""
+    """Add lines that the other ledger lacks, each at its position; a new ledger appears with all lines at once.
+
+    Also copies the recorded position, if that is newer.
+    """
+    share_position(source, target)
     if missing := missing_lines(source, target):
         add_lines(ledger_path(target), missing)
 

@@ -40,6 +40,7 @@ from megaresume.checkpoint.save.retention import Retention, keep_superseded, sup
 from megaresume.checkpoint.store.lease import Head, Lease
 from megaresume.checkpoint.store.mirror import (
     LEDGERS,
+    POSITIONS,
     PRUNED,
     UPLOADED,
     Mirror,
@@ -260,6 +261,9 @@ class StorePlace:
             self._replaced.clear()
         except (MegaresumeError, OSError) as error:
             log.warning("megaresume: old checkpoints are kept in %s: %s", self.name, error)
+
+    def put_position(self, data: bytes) -> None:
+        self.store.write(f"{POSITIONS}{self.lease.head.epoch:07d}.json", data)
 
     def _keep_records(self, saved: Saved) -> None:
         """Keep data state and manifest after the weights are deleted."""

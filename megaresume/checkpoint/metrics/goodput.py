@@ -13,16 +13,19 @@ Every second since the first process was started is of one kind:
     goodput    the rest
 
 If a run was measured (`megaresume.checkpoint.metrics`), the seconds are those of rank 0. Otherwise the ledger only has
-starts and saves: it does not show waiting for data, nor when a process died.
+starts and saves: it does not show waiting for data, nor when a process died, unless its position was recorded
+(`position`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megaresume.checkpoint.metrics.record import Mark
 from megaresume.checkpoint.records.ledger import LedgerEntry
+from megaresume.checkpoint.records.position import Position, reached_of
 from megaresume.checkpoint.starts import NOTHING_TO_TRAIN
 from megaresume.checkpoint.system import seconds_of
 
@@ -134,6 +137,12 @@ def marks_of_ledger(entries: Sequence[LedgerEntry]) -> list[Mark]:
         seconds = _number(entry.details.get("save_seconds"))
         place = {"step": entry.iteration, "samples": entry.samples}
         if entry.kind == "start":
+            if marks and (before := reached_of(entry.details)) is not None:
+                step, samples, when, _ = before
+                with contextlib.suppress(ValueError):
+                    stopped = seconds_of(when)
+                    if marks[-1].time < stopped < time:
+                        marks.append(Mark(event="last", time=stopped, step=step, samples=samples, saving=saving))
             saving = 0.0
             born = time - _number(entry.details.get("startup_seconds"))
             marks.append(Mark(event="start", time=time, born=born, attempt=attempt, **place))
@@ -149,17 +158,26 @@ def _number(value: object) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry]) -> list[Mark]:
-    """The marks of a run: measured ones; for starts that were not measured, those in the ledger.
+def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position: Position | None = None) -> list[Mark]:
+    """The marks of a run: measured ones; for starts that were not measured, those in the ledger; finally the last
+    recorded position.
 
     Args:
         measured: see `megaresume.checkpoint.metrics.record.marks_of`.
         entries: of the ledger.
+        position: the last one recorded; None: there is none.
     """
     starts = [entry for entry in entries if entry.kind == "start"]
     idle = {attempt for attempt, entry in enumerate(starts, 1) if entry.details.get(NOTHING_TO_TRAIN)}
     told = {attempt: marks for attempt, marks in _by_attempt(marks_of_ledger(entries)).items() if attempt not in idle}
-    return [mark for _, of in sorted((told | _by_attempt(measured)).items()) for mark in of]
+    marks = [mark for _, of in sorted((told | _by_attempt(measured)).items()) for mark in of]
+    if marks and position is not None and position.start == len(starts):
+        now = seconds_of(position.time)
+        if now > marks[-1].time:
+            last = marks[-1]
+            place = {"step": position.iteration, "samples": position.samples}
+            marks.append(Mark(event="now", time=now, waited=last.waited, saving=last.saving, **place))
+    return marks
 
 
 def has_gaps(measured: Sequence[Mark]) -> bool:

@@ -12,6 +12,7 @@ ledger.py           one line for every checkpoint, start and end
 prompt_ledger.py    what happened to every prompt
 rank_log.py         what every rank trained in each step, as recorded by itself
 staging_note.py     where the checkpoints of a root are copied to
+position.py         the position of a run between two saves
 branches.py         which save follows which, and which branches were abandoned
 candidates.py       which checkpoints exist, and whether each is complete
 """

@@ -68,8 +68,9 @@ class LedgerEntry:
     time: str
     topology: Topology
     #: further information: ``save_id``, ``bytes`` and ``save_seconds`` of a checkpoint; for a start the id of the save
-    #: that it ``loaded``, and the place that it loaded from, and ``startup_seconds`` since its process began; for both
-    #: the id of the ``start``; ``attempt`` of a launch script; notes. Plain JSON.
+    #: that it ``loaded``, and the place that it loaded from, ``startup_seconds`` since its process began, and what the
+    #: process before it had ``reached``; for both the id of the ``start``; ``attempt`` of a launch script; notes. Plain
+    #: JSON.
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:

@@ -4,6 +4,7 @@
     ------------                                          -------------
     megaresume/heads/0000000007.json  (`lease`)           latest, latest_checkpointed_iteration.txt
     megaresume/ledger/0000003.jsonl   of each writer      megaresume/ledger.jsonl
+    megaresume/position/0000003.json  likewise            megaresume/position.json, that of the last writer
     megaresume/<save>/step_0000010.json, .manifest.json   megaresume/step_0000010.json, ...   if a head names the save
     megaresume/<save>/step_0000010.saving.json            likewise, if no head names a save of this step
     megaresume/<save>/node_00001.json                     nothing: the upload of one of several machines without a
@@ -42,12 +43,13 @@ from megaresume.checkpoint.records.names import (
     parse_record_name,
     records_dir,
 )
+from megaresume.checkpoint.records.position import position_path
 from megaresume.checkpoint.store.lease import Head, newest_head, newest_name
 from megaresume.checkpoint.store.store import REQUESTS, Store
 from megaresume.files import make_dir, write_atomic
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 
-LEDGERS, PRUNED = (f"{RECORDS_DIR}/{name}/" for name in ("ledger", "pruned"))
+LEDGERS, PRUNED, POSITIONS = (f"{RECORDS_DIR}/{name}/" for name in ("ledger", "pruned", "position"))
 _SAVE = re.compile(r"(.+)/([0-9a-f]{16})/(.+)")
 #: what is uploaded in parts: files of a tag directory, and of a rank.
 UPLOADED = re.compile(r"[^/]+/[0-9a-f]{16}/.+")
@@ -181,6 +183,8 @@ class Mirror:
             elif record.kind == "saving":
                 shown.add(name.split("/")[1])
                 yield name, path
+        if (newest := max((name for name in self.sizes if name.startswith(POSITIONS)), default=None)) is not None:
+            yield newest, position_path(Path()).name
         for name in self.sizes:
             if name == f"{RECORDS_DIR}/data.yaml" or name.startswith(f"{RECORDS_DIR}/superseded/"):
                 yield name, name.removeprefix(f"{RECORDS_DIR}/")

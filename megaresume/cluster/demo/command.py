@@ -42,9 +42,14 @@ MARK = ".megaresume-demo"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of the command."""
-    parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run or demo-vlm")
-    parser.add_argument("--vlm", action="store_true", help="images of digits with text, and a model that reads them")
-    parser.add_argument("--steps", type=int, help="steps of the run (default 100; 300 with --vlm)")
+    parser.add_argument("--out", metavar="DIR", type=Path, help="default: demo-run, demo-sft, demo-vlm or demo-trainer")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--trainer", action="store_true", help="Hugging Face's Trainer and a small Llama")
+    kind.add_argument("--sft", action="store_true", help="conversations in one blend with text; masks token by token")
+    kind.add_argument("--vlm", action="store_true", help="images of digits with text, and a model that reads them")
+    parser.add_argument(
+        "--steps", type=int, help="steps of the run (default 100; 300 with --vlm, 60 with --sft, --trainer)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="remove what an earlier demo left in DIR")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -58,13 +63,23 @@ def run(args: argparse.Namespace) -> int:
             expected="at least 24, so that both kills follow a checkpoint",
             action="--steps 24, or more",
         )
-    more = ("PIL", "sklearn") if args.vlm else ()
-    need_packages("the demo", ("torch", "deepspeed", "megatron.core", "matplotlib", *more), extra="demo")
-    if args.vlm:
+    if args.trainer:
+        needed = ("torch", "transformers", "accelerate", "matplotlib")
+        need_packages("the demo", needed, extra="hugging-face,report")
+    else:
+        more = ("PIL", "sklearn") if args.vlm else ("tokenizers", "jinja2") if args.sft else ()
+        needed = ("torch", "deepspeed", "megatron.core", "matplotlib", *more)
+        need_packages("the demo", needed, extra="demo")
+    if args.trainer:
+        from megaresume.cluster.demo.hugging_face import TRAINER as scenario
+    elif args.sft:
+        from megaresume.cluster.demo.sft import SFT as scenario
+    elif args.vlm:
         from megaresume.cluster.demo.vlm import VLM as scenario
     else:
         from megaresume.cluster.demo.demo import TEXT as scenario
-    out = args.out or Path("demo-vlm" if args.vlm else "demo-run")
+    named = next((name for name in ("trainer", "sft", "vlm") if getattr(args, name)), "run")
+    out = args.out or Path(f"demo-{named}")
     result = run_demo(scenario, out, steps=args.steps or scenario.steps, overwrite=args.overwrite, quiet=args.json)
     if args.json:
         print(json.dumps(result))
@@ -105,27 +120,31 @@ def run_demo(demo: Demo, out: Path, *, steps: int, overwrite: bool, quiet: bool)
     say("4. Comparing every step, and planning the whole stream again: megaresume verify")
     comparison = compare_runs(twin, trained, steps=steps)
     verified = ask("verify", str(out / "run"))
-    samples = steps * GLOBAL_BATCH_SIZE
+    samples, config = steps * GLOBAL_BATCH_SIZE, demo.config(out, data)
     extra = demo.extra(out)
     facts = Facts(
         demo=demo,
         extra=extra,
-        holds=not problems and comparison.holds and bool(verified["holds"]) and all(s.resumed for s in starts[1:]),
+        holds=not problems
+        and comparison.holds
+        and bool(verified["holds"])
+        and all(s.resumed for s in starts[1:])
+        and extra.holds,
         comparison=comparison,
         twin=twin,
         run=trained,
         starts=starts,
         verified=verified,
-        summary=ask("stream", str(data), "--samples", f"0:{samples}", "--summary"),
+        summary=ask("stream", str(config), "--samples", f"0:{samples}", "--summary"),
         seconds=time.monotonic() - start,
         versions=f"megaresume {megaresume.__version__}, "
-        + ", ".join(f"{name} {version(name)}" for name in ("torch", "deepspeed", "megatron-core")),
+        + ", ".join(f"{name} {version(name)}" for name in demo.packages),
     )
     report = out / "report.html"
-    write_report(report, facts, open_stream(data))
+    write_report(report, facts, open_stream(config))
     say(_table(facts))
     say(f"\nreport: {report}")
-    say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {data} --samples 0:8")
+    say(f"look around: megaresume inspect {out / 'run'}    megaresume stream {config} --samples 0:8")
     numbers = {"seconds": round(facts.seconds, 1), "report": str(report)}
     return {**comparison.to_dict(), "holds": facts.holds, **numbers, **facts.extra.result}
 
@@ -136,9 +155,7 @@ class _Run(Scenario):
     undisturbed_name = "twin"
 
     def __init__(self, demo: Demo, out: Path, flags: list[str], steps: int, say: Say) -> None:
-        programs = LocalPrograms(
-            "megaresume.cluster.training", most=max(start.processes for start in (demo.twin, *demo.attempts))
-        )
+        programs = LocalPrograms(demo.program, most=max(start.processes for start in (demo.twin, *demo.attempts)))
         if programs.devices.warning:
             say(programs.devices.warning)
         kills = [layout.killed_after for layout in demo.attempts if layout.killed_after is not None]
@@ -217,7 +234,7 @@ def committed_since(root: Path, step: int) -> bool:
 def _table(facts: Facts) -> str:
     rows = [
         *checks(facts),
-        ("packing efficiency", f"{100 * facts.summary['fill']:.2f} %"),
+        *([("packing efficiency", f"{100 * facts.summary['fill']:.2f} %")] if facts.demo.packing else []),
         ("time", f"{facts.seconds:.0f} s"),
     ]
     lines = [f"   {what:<44} {result}" for what, result in rows]
@@ -292,16 +309,26 @@ def _page(facts: Facts, stream: Stream) -> str:
         html_table(("", "layout", "steps", "end"), _starts(facts)),
         "<pre>" + html.escape("\n".join(s.resumed for s in facts.starts if s.resumed)) + "</pre>",
         "<h2>What each source contributed</h2>",
-        html_table(("source", "weight", "share of tokens", "tokens", "segments"), _sources(facts), numbers=True),
+        html_table(
+            ("source", "weight", f"share of {facts.demo.unit}", facts.demo.unit, "segments"),
+            _sources(facts),
+            numbers=True,
+        ),
         _shares(facts, stream),
+        *(_packing(facts, stream) if facts.demo.packing else ()),
+        steps_table(facts.twin, facts.run),
+    ]
+    return page(facts.demo.title, parts)
+
+
+def _packing(facts: Facts, stream: Stream) -> tuple[str, ...]:
+    return (
         "<h2>Packing</h2>",
         f"<p>{100 * facts.summary['fill']:.2f} % of all positions hold a token "
         f"({html.escape(facts.summary['packing'])}, samples of {facts.summary['seq_length']} tokens). "
         f"{facts.demo.packing}</p>",
         _fill(facts, stream),
-        steps_table(facts.twin, facts.run),
-    ]
-    return page(facts.demo.title, parts)
+    )
 
 
 def checks(facts: Facts) -> list[tuple[str, str]]:
@@ -365,7 +392,7 @@ def _shares(facts: Facts, stream: Stream) -> str:
             axes.plot(sample, mine / total, color=colour, lw=1.6, label=name)
             axes.axhline(s["weight"], color=colour, lw=0.8, ls=":")
         axes.set_xlabel("sample")
-        axes.set_ylabel("share of tokens so far")
+        axes.set_ylabel(f"share of {facts.demo.unit} so far")
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 
     return svg(draw, height=3)

@@ -95,6 +95,8 @@ class Extra:
     parts: tuple[str, ...] = ()
     #: fields of the result.
     result: dict[str, Any] = field(default_factory=dict)
+    #: whether the compared results are the same.
+    holds: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +117,20 @@ class Demo:
     #: the data in words, and what the model gets of it besides which samples.
     data: str
     content: str
-    #: what packing did not do.
-    packing: str
-    #: (directory of the demo, say) -> the data config.
+    #: what packing did not do; None if a sample is an item.
+    packing: str | None = None
+    #: the unit that the weights count.
+    unit: str = "tokens"
+    #: the training program, a module.
+    program: str = "megaresume.cluster.training"
+    #: packages whose versions are in the report.
+    packages: tuple[str, ...] = ("torch", "deepspeed", "megatron-core")
+    #: (directory of the demo, say) -> the data argument of the training program.
     prepare: Callable[[Path, Say], Path]
     #: (directory of the demo, steps) -> flags of the training program that every start shares.
     flags: Callable[[Path, int], list[str]]
+    #: (directory of the demo, that argument) -> the data config, after all runs.
+    config: Callable[[Path, Path], Path] = lambda out, data: data
     #: directory of the demo, after all runs -> additional results.
     extra: Callable[[Path], Extra] = lambda out: Extra()
 
@@ -152,14 +162,18 @@ def _modules() -> Iterator[tuple[str, ast.Module]]:
                 continue
 
 
-def _code() -> Iterator[str]:
-    """The source of functions and methods: whole modules would fill a hundred samples each."""
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods, with their source: whole modules would fill a hundred samples each."""
     for text, module in _modules():
         lines = text.splitlines(keepends=True)
         for node in module.body:
             for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
                 if isinstance(inner, _FUNCTIONS):
-                    yield textwrap.dedent("".join(lines[inner.lineno - 1 : inner.end_lineno]))
+                    yield textwrap.dedent("".join(lines[inner.lineno - 1 : inner.end_lineno])), inner
+
+
+def _code() -> Iterator[str]:
+    return (source for source, _ in functions())
 
 
 def _docstrings() -> Iterator[str]:

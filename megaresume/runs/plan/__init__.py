@@ -9,7 +9,7 @@
       |
     dry_run.py  last step, epochs left, the end of the stream    stream.batches, stream.changes
                 `dry_run` -> `DryRun`: a verdict, and findings with the flags that solve them
-    command.py  ``megaresume plan DIR``
+    command.py  ``megaresume plan DIR``; with ``--mtbf``, interval.py: how often to save, by the times in the ledger
 
 Every rule is that of the real resume; this package only combines them. It imports neither torch nor DeepSpeed nor
 Megatron, and the compiled planner only for streams that end and for balanced ranks.

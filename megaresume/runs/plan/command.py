@@ -16,6 +16,7 @@ from megaresume.command_line import at_least
 from megaresume.data.split import split_ranges
 from megaresume.render import text_table
 from megaresume.runs.plan import DryRun, Flags, dry_run
+from megaresume.runs.plan import interval as plan_interval
 from megaresume.stream.errors import ConfigError, UsageError
 from megaresume.stream.skips import SkipConfig, parse_range, parse_steps, union
 
@@ -60,11 +61,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     length.add_argument("--ckpt-step", type=int, metavar="N", help="load exactly this iteration")
     length.add_argument("--train-iters", type=at_least(1), metavar="N", help="steps of the run")
     length.add_argument("--train-samples", type=at_least(1), metavar="N", help="samples of the run")
+    plan_interval.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan a resume. Returns 1 if the launch would be refused, else 0."""
-    return dry_run(args.dir, _flags(args)).give(_text, as_json=args.json)
+    flags = _flags(args)
+    if plan_interval.is_asked(args):
+        return plan_interval.run(args, flags)
+    return dry_run(args.dir, flags).give(_text, as_json=args.json)
 
 
 def _flags(args: argparse.Namespace) -> Flags:

@@ -26,6 +26,7 @@ from megaresume.runs.trace.find import Occurrence, Sought, find, parse_documents
 from megaresume.runs.trace.formats import (
     CSV_COLUMNS,
     Format,
+    TraceWriter,
     csv_rows,
     heading,
     require_pyarrow,
@@ -34,7 +35,7 @@ from megaresume.runs.trace.formats import (
 from megaresume.runs.trace.images import ImagesWritten, write_images
 from megaresume.runs.trace.replan import open_corpora
 from megaresume.runs.trace.trace import RECORD_COLUMNS, Trace, TracePiece, image_words, record_words
-from megaresume.stream.errors import UsageError, one_line, visible
+from megaresume.stream.errors import UsageError, visible
 from megaresume.stream.progress import Progress, progress
 
 
@@ -188,18 +189,24 @@ def _write(args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source]
     if form == "csv":
         columns = [*CSV_COLUMNS, *(["absolute"] if numbered else []), *_more_columns(args, trace)]
         print(",".join([*columns, *(["text"] if args.text else [])]))
-    lines = _lines(args, trace, sources, form)
+    lines = _decoded(args, trace, sources, form) if args.text or args.records else None
+    of_items = trace.is_of_items
+    writer = TraceWriter(form, trace.names, numbered=numbered, shards=trace.records.shards, of_items=of_items)
     shown = ""
     with _progress("tracing", trace.work(first, stop)) as update:
         for piece in trace.pieces(first, stop, progress=update):
             if form == "text" and (title := heading(piece)) != shown:
                 shown = title
                 sys.stdout.write(title + "\n")
-            text = "".join(lines(piece))
-            if form == "text":
-                sys.stdout.write(text)
+            if lines is not None:
+                text = "".join(lines(piece))
+                if form == "text":
+                    sys.stdout.write(text)
+                    continue
+                data: bytes | memoryview = text.encode("utf-8", "surrogateescape")  # for a program: exact bytes
             else:
-                write_bytes(text.encode("utf-8", "surrogateescape"))  # for a program: exact bytes
+                data = writer.write(piece)
+            write_bytes(data)
 
 
 def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
@@ -209,10 +216,10 @@ def _more_columns(args: argparse.Namespace, trace: Trace) -> list[str]:
     return [*RECORD_COLUMNS, *(["key", "images", "fault"] if args.records else [])]
 
 
-def _lines(
+def _decoded(
     args: argparse.Namespace, trace: Trace, sources: Mapping[str, Source], form: Format
 ) -> Callable[[TracePiece], Iterable[str]]:
-    """A writer of pieces, if asked for with the text of their segments, or with their records."""
+    """A writer of pieces with the text of their segments, or with their records."""
     decoder = Decoder(sources, _tokenizer(args), _note, marks=form == "text") if args.text else None
     recorded = {(f.sample, f.source, f.document): f for f in trace.history.state.faults.kept}
     more = _more_columns(args, trace)
@@ -232,41 +239,31 @@ def _lines(
         words = {"images": image_words(images), "fault": fault and f"{fault['policy']}: {fault['reason']}"}
         return segment | words
 
-    def of_csv(piece: TracePiece) -> str:
-        out = io.StringIO()
-        writer = csv.writer(out, lineterminator="\n")
+    def of_csv(piece: TracePiece) -> Iterator[str]:
         for row in rows(piece):
-            if args.records:
-                row["segments"] = [cells(segment) for segment in row["segments"]]
-            writer.writerows(csv_rows(row, more))
-        return out.getvalue()
+            row["segments"] = [cells(segment) for segment in row["segments"]]
+            out = io.StringIO()
+            csv.writer(out, lineterminator="\n").writerows(csv_rows(row, more))
+            yield out.getvalue()
 
     if form == "json":
         return lambda piece: (json.dumps(row, ensure_ascii=False) + "\n" for row in rows(piece))
     if form == "csv":
         return of_csv
-    spread = args.text or args.records
-    return lambda piece: (_text_of(row, of_items=trace.is_of_items, spread=spread) for row in rows(piece))
+    return lambda piece: (_text_of(row, of_items=trace.is_of_items) for row in rows(piece))
 
 
-def _text_of(row: Mapping[str, Any], *, of_items: bool, spread: bool) -> str:
-    """A sample for people, in one line; ``spread``: a line or more for each segment."""
+def _text_of(row: Mapping[str, Any], *, of_items: bool) -> str:
     names = ("step", "sample", "rank", "micro_batch")
     words = [f"{name.replace('_', '-')} {'?' if row[name] is None else row[name]}" for name in names]
     if "absolute" in row:
         words[1] += f" (absolute {row['absolute']})"
     tokens = [] if of_items else [f"{row['tokens']} tokens"]
-    head = "  ".join([*words, *tokens, row["hash"]])
-    segments = []
+    lines = ["  ".join([*words, *tokens, row["hash"]])]
     for s in row["segments"]:
         epoch = f" epoch {s['epoch']}" if s["epoch"] else ""
         part = "" if of_items else f"[{s['offset']}:{s['offset'] + s['length']}]"
-        segments.append(one_line(f"{s['source']}:{s['document']}{part}{epoch}{record_words(s)}"))
-    if not spread:
-        return f"{head}  {', '.join(segments)}\n"
-    lines = [head]
-    for segment, s in zip(segments, row["segments"], strict=True):
-        lines.append(f"  {segment}")
+        lines.append(f"  {s['source']}:{s['document']}{part}{epoch}{record_words(s)}")
         if "fault" in s:
             lines.append(f"    {s['fault']['policy']}: {s['fault']['reason']}")
         text = s["text"] if "text" in s else marked_ids(s.get("token_ids", []), s.get("trained", ()), s["offset"])

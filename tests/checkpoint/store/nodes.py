@@ -26,6 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import boto3
 import numba  # noqa: F401
 import s3fs  # noqa: F401
 import torch
@@ -88,8 +89,13 @@ def train(
     url: str,
     steps: int,
     record: Path,
+    pause: float,
+    save_every: int,
+    position_every: int | None,
+    die: int | None,
 ) -> None:
-    """One rank: the loop of docs/torch.md, and what it sees, written down."""
+    """One rank: the loop of docs/torch.md, and what it sees, written down. ``die``: after so many steps, once the
+    bucket tells of them."""
     store.PART, store.MOST_PARTS = 2000, 10_000
     remote.FIRST_WAIT, stager.FIRST_PAUSE, stager.LONGEST_PAUSE = 0.01, 0.05, 0.2
     lease.RENEW_SECONDS, lease.PATIENCE_SECONDS, lease._POLL_SECONDS = 0.3, 60.0, 0.05
@@ -99,7 +105,7 @@ def train(
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     optimizer = Counting(model.parameters(), lr=1.0)
     loader = megaresume.DataLoader(Numbers(), batch_size=BATCH // ranks)
-    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2)
+    where = megaresume.Checkpoints(save_dir=disk, stage_to=url, keep_last=2, position_every=position_every)
     objects = {"model": model, "optimizer": optimizer}
     loop = megaresume.attach(objects, loader, checkpoints=where, stop=megaresume.StopConditions())
     loop.load()
@@ -108,19 +114,36 @@ def train(
         lines.write(json.dumps(told) + "\n")
         while loop.step < steps:
             for batch in loop:
+                if loop.step == die and is_told(url, loop.step):
+                    os.kill(os.getpid(), signal.SIGKILL)
                 model(batch.float()).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 lines.write(json.dumps({"step": loop.step + 1, "items": batch.flatten().tolist()}) + "\n")
                 loop.stepped()
-                time.sleep(0.04)
-                lines.write(json.dumps({"done": loop.step}) + "\n")
-                if loop.step % 2 == 0:
+                time.sleep(pause)
+                lines.write(json.dumps({"done": loop.step, "time": time.time()}) + "\n")
+                if loop.step % save_every == 0:
                     loop.save()
-                    lines.write(json.dumps({"saved": loop.step}) + "\n")
+                    lines.write(json.dumps({"saved": loop.step, "time": time.time()}) + "\n")
                 if loop.step == steps:
                     break
     loop.close()
+
+
+def is_told(url: str, step: int) -> bool:
+    """Once the bucket has the newest checkpoint, and a position of this step. Read with boto3."""
+    client = boto3.client("s3")
+    prefix = f"{url.removeprefix('s3://runs/')}/megaresume/"
+
+    def newest(kind: str) -> dict[str, Any]:
+        found = client.list_objects_v2(Bucket="runs", Prefix=f"{prefix}{kind}/").get("Contents", ())
+        names = [one["Key"] for one in found]
+        return json.loads(client.get_object(Bucket="runs", Key=max(names))["Body"].read()) if names else {}
+
+    while newest("position").get("iteration") != step or not newest("heads").get("saves"):
+        time.sleep(0.05)
+    return True
 
 
 def _life(rank: int, ranks: int, port: int, said: Path, *args: Any) -> None:
@@ -199,6 +222,10 @@ class Cluster:
         steps: int,
         *,
         kill: tuple[int, int, float] | None = None,
+        pause: float = 0.04,
+        save_every: int = 2,
+        position_every: int | None = None,
+        die: int | None = None,
         fault: tuple[int, str, int] | None = None,
         stop: float | None = None,
         until: int | None = None,
@@ -217,7 +244,7 @@ class Cluster:
             if not (pid := os.fork()):
                 if fault is not None and fault[0] == rank:
                     os.environ["AWS_ENDPOINT_URL"] = self.proxy.url
-                work = (self.disks[rank], self.url, steps, self.record)
+                work = (self.disks[rank], self.url, steps, self.record, pause, save_every, position_every, die)
                 _life(rank, ranks, port, self.root, *work)
             pids.append(pid)
             if fault is not None and fault[0] == rank:
@@ -253,7 +280,7 @@ class Cluster:
 
     def _has_saved(self, step: int) -> bool:
         path = self.record / "rank_0"
-        return path.exists() and f'"saved": {step}}}' in path.read_text()
+        return path.exists() and f'"saved": {step},' in path.read_text()
 
     def _saves(self) -> int:
         """How many this start has made; -1: training has not begun."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megaresume.runs.directory import Run
-from megaresume.runs.trace.command import _text_of
 from megaresume.runs.trace.find import find
-from megaresume.runs.trace.formats import heading
+from megaresume.runs.trace.formats import TraceWriter, csv_rows, heading
 from megaresume.runs.trace.trace import Trace
 from megaresume.stream.skips import absolute
 from megaresume.stream.state import StreamState
@@ -48,9 +50,16 @@ def test_what_was_trained_and_what_was_not(skipping: ToyRun) -> None:
     assert sum(p.left_out for p in trace.pieces(0, 30)) == 0 and sum(p.left_out for p in trace.pieces(30, 31)) == 1
 
 
-def test_text(skipping: ToyRun) -> None:
+def test_formats(skipping: ToyRun) -> None:
     trace = Trace(Run(skipping.root), skipping.sources)
-    lines = [_text_of(row, of_items=False, spread=False) for p in trace.pieces(28, 33) for row in p.rows()]
+    pieces = list(trace.pieces(28, 33))
+    rows = [row for p in pieces for row in p.rows()]
+    writers = {form: TraceWriter(form, trace.names, numbered=True) for form in ("json", "csv", "text")}
+    text = {form: b"".join(bytes(writer.write(p)) for p in pieces) for form, writer in writers.items()}
+    assert [json.loads(line) for line in text["json"].splitlines()] == rows
+    expected = [[str("" if c is None else c) for c in line] for row in rows for line in csv_rows(row)]
+    assert list(csv.reader(io.StringIO(text["csv"].decode()))) == expected
+    lines = text["text"].decode().splitlines()
     assert "sample 29 (absolute 29)" in lines[1] and "sample 30 (absolute 37)" in lines[9]
     assert lines[2].startswith("step ?  sample ? (absolute 30)  rank ?")
 
@@ -140,8 +149,9 @@ def test_three_stages_two_skips_two_batch_sizes_three_topologies_four_kills(toy:
     last = max(toy.trained) + 1
     assert [s.name for s in trace.history.state.stages] == ["start", "stage 2", "stage 3"]
     assert trace.history.state.reached == last + 7 + 10
-    found = [row for p in trace.pieces(0, last) if not p.left_out for row in p.rows()]
-    hashes = iter(row["hash"] for row in found)
+    writer = TraceWriter("json", trace.names, numbered=True)
+    found = b"".join(bytes(writer.write(p)) for p in trace.pieces(0, last) if not p.left_out).splitlines()
+    hashes = iter(json.loads(line)["hash"] for line in found)
     skipped = trace.history.state.skips.ranges
     expected = []
     for sample in range(last):
@@ -156,5 +166,5 @@ def test_three_stages_two_skips_two_batch_sizes_three_topologies_four_kills(toy:
             "hash": next(hashes),
             "segments": one.segments,
         }
-        expected.append(row)
+        expected.append(json.dumps(row).encode())
     assert found == expected
