@@ -240,7 +240,6 @@ class Parts:
 
         Returns:
             the same save, for this node.
-            the same, as this node has it.
 
         Raises, on every rank:
             CheckpointError: a directory cannot be written, or has another owner by now.
