@@ -20,7 +20,7 @@ import yaml
 from megaresume.checkpoint.metrics.figures import BY_NAME, FIGURES, Reading
 from megaresume.checkpoint.metrics.goodput import CAUSES
 from megaresume.checkpoint.metrics.sinks import outlet_of
-from tests.checkpoint.metrics.test_sinks import free_port
+from megaresume.cluster.processes import free_port
 from tests.docs.figures_table import DOCUMENT, renewed
 from tests.docs.grafana_dashboard import DASHBOARD, text
 

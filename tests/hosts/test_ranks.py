@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megaresume.checkpoint import ranks
+from megaresume.cluster.processes import free_port
 from tests.reliability.shim import compiler
 
 ROOT = Path(__file__).parents[2]
@@ -66,9 +66,7 @@ def late_threads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ended(library: Path, *words: object) -> list[tuple[str, str, int]]:
     """(output, the last of the errors, exit status) of two ranks of a program."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    env = os.environ | {"LD_PRELOAD": str(library), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = os.environ | {"LD_PRELOAD": str(library), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"WORLD_SIZE": "2", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, *map(str, words)]

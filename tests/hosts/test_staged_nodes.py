@@ -7,13 +7,13 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megaresume.cluster.processes import free_port
 from tests.checkpoint.store.recorder import Bucket
 from tests.checkpoint.store.server import Server, serving
 from tests.corpora import simple_corpus
@@ -30,15 +30,9 @@ pytestmark = pytest.mark.process
 server = pytest.fixture(scope="module")(serving)
 
 
-def _port() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return str(one.getsockname()[1])
-
-
 def _run(server: Server, program: Path, *words: object, disks: list[Path]) -> list[tuple[int, str]]:
     """(status, output) of each rank. ``DISK`` among the words stands for its own."""
-    port = _port()
+    port = str(free_port())
     runs = [
         subprocess.Popen(
             [sys.executable, str(program), str(rank), port, *(str(disk if word is DISK else word) for word in words)],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megaresume.cluster.processes import free_port
 from tests.corpora import write_corpus
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -88,9 +88,7 @@ class Chain:
     def run(self, ranks: int = 1, *, status: int = 0, queue: float = 0.0, **job: Any) -> None:
         """Start a process, or one for each rank, after ``queue`` seconds, and wait for its end."""
         time.sleep(queue)
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = str(found.getsockname()[1])
+        port = str(free_port())
         born = time.time()
         asked = {"directory": str(self.directory), "data": self.data, "attempt": len(self.lives) + 1, "born": born}
         started = []

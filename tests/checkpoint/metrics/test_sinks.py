@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import socket
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from megaresume.checkpoint.metrics.sinks import (
     outlet_of,
 )
 from megaresume.checkpoint.metrics.words import EVERY, OPTIONS, WORDS, MeterOptions, parse
+from megaresume.cluster.processes import free_port
 from megaresume.stream.errors import SetupError, UsageError
 
 READINGS = [
@@ -53,12 +53,6 @@ def tell(word: str, where: str, directory: Path) -> None:
         outlet.write(reading)
     outlet.close(60)
     assert not outlet.missed
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def until(is_so: Any) -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from megaresume.checkpoint.metrics.sinks import SINKS
+from megaresume.cluster.processes import free_port
 from tests.checkpoint.metrics.runs import config_of, write_sources
-from tests.checkpoint.metrics.test_sinks import free_port
 from tests.release import release
 
 pytestmark = pytest.mark.process

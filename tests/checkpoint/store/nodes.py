@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ import megaresume.hosts.loop
 import megaresume.stream.stream
 from megaresume.checkpoint.copies import stager, store_place
 from megaresume.checkpoint.store import lease, store
+from megaresume.cluster.processes import free_port
 from megaresume.data import remote
 from megaresume.stream.errors import CheckpointError, MegaresumeError
 from tests.checkpoint.store.recorder import Bucket, Lost
@@ -175,13 +175,6 @@ def _life(rank: int, ranks: int, port: int, said: Path, *args: Any) -> None:
             os._exit(status)
 
 
-def _port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        number: int = one.getsockname()[1]
-        return number
-
-
 class Cluster:
     """Nodes with their disks, and the bucket."""
 
@@ -239,7 +232,7 @@ class Cluster:
         """
         for path in self.record.glob("rank_*"):
             path.unlink()
-        port, pids = _port(), list[int]()
+        port, pids = free_port(), list[int]()
         for rank in range(ranks):
             if not (pid := os.fork()):
                 if fault is not None and fault[0] == rank:

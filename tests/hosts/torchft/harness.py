@@ -25,7 +25,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from typing import Any
 import torch
 from torchft.coordination import LighthouseServer
 
+from megaresume.cluster.processes import free_port
 from tests.hosts.torchft import lanes, replica
 from tests.hosts.torchft.replica import Job, Witness, length_of, loader_of
 
@@ -64,13 +64,6 @@ class Found:
     #: what is wrong, in words.
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
-
-
-def free_port() -> int:
-    """One that nobody listens at."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def forked(work: Callable[[], None], log: Path) -> int:
