@@ -191,6 +191,12 @@ class Checkpoints:
         "only sizes): a checkpoint that the storage damaged is skipped",
         hosts="megatron trainer training",
     )
+    compare_frozen: bool = setting(
+        True,
+        "under Hugging Face's Trainer, at a resume: refuse other frozen weights below PEFT's adapters, or another "
+        "reference model or teacher, than those of the run; checkpoints do not hold them",
+        hosts="trainer",
+    )
 
     def __post_init__(self) -> None:
         # A program may change its working directory later.

@@ -18,7 +18,8 @@ One file per trainer:
 
     loop.py            a custom loop in torch
     hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: its data; hugging_face_epochs.py: their length;
-                       hugging_face_weights.py: weights that have other names there; hugging_face_families.py: trainers
+                       hugging_face_weights.py: weights that checkpoints lack, or have under other names;
+                       frozen.py: whether frozen ones are those of the run; hugging_face_families.py: trainers
                        derived from it; hugging_face_launch.py: for scripts that do not know us
     trl.py             TRL's asynchronous GRPO: its prompts
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer

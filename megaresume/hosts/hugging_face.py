@@ -19,6 +19,7 @@ Hooked on the Trainer:
     compute_loss                     the losses of labels, for ``metrics="losses"``
     _load_from_checkpoint, _issue_warnings_after_load     weights that have other names in a checkpoint
     _load_callback_state             the data state is not a callback's state; callbacks continue where they were
+    _load_callback_state, _run_epoch                      frozen weights that no checkpoint holds
 
 The data state is in a checkpoint's ``trainer_state.json``, next to the number of steps that trained the weights.
 See docs/hugging-face.md. Importing this does not import transformers.
@@ -67,7 +68,7 @@ from megaresume.hosts.hugging_face_families import (
     restore_callbacks,
     undo_settings,
 )
-from megaresume.hosts.hugging_face_weights import RenamedWeights
+from megaresume.hosts.hugging_face_weights import FrozenWeights, RenamedWeights, check_adapter
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, undrawn, write_all
@@ -76,6 +77,12 @@ from megaresume.stream.errors import StateError, UsageError
 #: the key in ``stateful_callbacks`` of trainer_state.json.
 KEY = "megaresume"
 STATE = "trainer_state.json"
+
+#: see `FrozenWeights`.
+GO_ON = (
+    ". To go on with these, as if they are not used: megaresume.attach(trainer, checkpoints=megaresume.Checkpoints("
+    "compare_frozen=False)), or with the launcher --no-megaresume-compare-frozen"
+)
 
 #: see `check_loadable`.
 WRITTEN: Written = {
@@ -168,6 +175,7 @@ class TransformersHost(TrainerHost):
         self._figures: Mapping[str, float] = {}
         #: the optimizer whose steps are reported.
         self._watched: Any = None
+        self._frozen_weights = FrozenWeights(trainer)
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -195,6 +203,7 @@ class TransformersHost(TrainerHost):
         args = self.trainer.args
         replay = Replay.asked()  # a replay writes outside the run, and logs there
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
+        self._frozen_weights = FrozenWeights(self.trainer, compare=given.compare_frozen, way_out=GO_ON)
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
         return merge_trainer_settings(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
@@ -229,6 +238,7 @@ class TransformersHost(TrainerHost):
             (trainer, "_save_checkpoint", self._save_checkpoint),
             (trainer, "_evaluate", undrawn),
             *RenamedWeights(trainer).hooks(),
+            *self._frozen_weights.hooks(),
             *refuse_allocation(trainer),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),
@@ -436,6 +446,7 @@ class TransformersHost(TrainerHost):
             engine = engine_of(self.trainer.accelerator)
             with raising_last(engine, (self.trainer, "_save")), replaced(self, is_at_files=True):
                 write()
+            check_adapter(self.trainer, save.tag_dir)
 
         write_all(save, write_files)
 

@@ -1,15 +1,17 @@
-"""Weights that have other names in a checkpoint of the Trainer's than in its model.
+"""Weights that a checkpoint of the Trainer's lacks, or has under other names than its model.
 
-Transformers saves many models, such as Mixtral, Qwen3-MoE and Swin, under the names that their weights have on the Hub:
-each expert by itself, where the model has all of them in one tensor. Only ``from_pretrained`` translates them back. The
-Trainer loads by name: it warns, and trains on with what the model held before.
+`RenamedWeights`: transformers saves many models, such as Mixtral, Qwen3-MoE and Swin, under the names that they have on
+the Hub: each expert by itself, where the model has all of them in one tensor. Only ``from_pretrained`` translates them
+back. The Trainer loads by name: it warns, and trains on with what the model held before.
+
+`FrozenWeights`: of a model of PEFT's, a checkpoint holds the adapters alone; reference models and teachers are in none.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.hosts.attach import replaced
+from megaresume.hosts.frozen import Summary, below_adapters, check_frozen, summarize
 from megaresume.hosts.trainer import Hook
 from megaresume.stream.errors import CheckpointError
 
@@ -53,6 +56,99 @@ class RenamedWeights:
         path = Path(self._loading or self._trainer.state.best_model_checkpoint)
         if not on_all_ranks(lambda: load_missing(self._trainer.model, path, result.missing_keys)):
             warn(result)
+
+
+class FrozenWeights:
+    """What is hooked on a Trainer, so that a resume has the frozen weights of the run: see `megaresume.hosts.frozen`.
+
+    Args:
+        trainer: transformers' Trainer, or an instance of a derived class.
+        compare: whether a resume compares them.
+        way_out: how to go on with others, as a sentence for the error.
+    """
+
+    #: the key in ``stateful_callbacks`` of trainer_state.json.
+    KEY = "megaresume.frozen"
+
+    def __init__(self, trainer: Any, *, compare: bool = True, way_out: str = "") -> None:
+        self._trainer, self._compare, self._way_out = trainer, compare, way_out
+        #: of the checkpoint that was loaded; None: there is none, or it has none.
+        self._saved: Summary | None = None
+        self._has_looked = False
+
+    def hooks(self) -> list[Hook]:
+        """The methods of the Trainer, and what to call around them."""
+        return [
+            (self._trainer, "_load_callback_state", self._load_callback_state),
+            (self._trainer, "_run_epoch", self._run_epoch),
+        ]
+
+    def _load_callback_state(self, load: Any) -> None:
+        """Take what the checkpoint says, for which the Trainer would look for a callback."""
+        self._saved = self._trainer.state.stateful_callbacks.pop(self.KEY, None)
+        load()
+
+    def _run_epoch(self, run: Any, *args: Any, **kwargs: Any) -> Any:
+        """Before the first step, when everything is loaded, compare, and note what checkpoints record."""
+        if not self._has_looked:
+            self._has_looked = True
+            now = summarize(_frozen(self._trainer))
+            if self._compare and self._saved is not None:
+                check_frozen(self._saved, now, action=_AS_THEN + self._way_out)
+            if now:
+                self._trainer.state.stateful_callbacks[self.KEY] = now
+        return run(*args, **kwargs)
+
+
+_AS_THEN = (
+    "make the models as when the run saved: from_pretrained with the same revision, dtype and quantization, and "
+    "transformers.set_seed before it and before get_peft_model"
+)
+
+
+def _frozen(trainer: Any) -> Iterator[torch.Tensor]:
+    """The weights of a Trainer's models that do not change, and that no checkpoint of its holds."""
+    yield from (one for _, one in below_adapters(trainer.model) if not one.requires_grad)
+    for name in ("ref_model", "teacher_model"):
+        if isinstance(model := getattr(trainer, name, None), torch.nn.Module) and model is not trainer.model:
+            yield from model.parameters()
+
+
+def check_adapter(trainer: Any, tag_dir: Path) -> None:
+    """Check that a checkpoint of a model of PEFT's has all weights that are trained, after it is written.
+
+    Raises:
+        CheckpointError: it lacks some that are not an adapter's, or those of a network that makes prompts.
+    """
+    file = tag_dir / "adapter_model.safetensors"
+    if not file.exists():  # DeepSpeed and FSDP save what is trained by its names in the model
+        return
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as saved:
+        there = set(saved.keys())
+    trained = {id(one) for group in trainer.optimizer.param_groups for one in group["params"]}
+    named = [(name, one) for name, one in below_adapters(trainer.model) if name not in there]
+    prompts = getattr(trainer.model, "prompt_encoder", None) or {}
+    made = [
+        (f"prompt_encoder.{adapter}.{name}", one)
+        for adapter, encoder in prompts.items()
+        for name, one in encoder.named_parameters()
+        if name != "embedding.weight" and name not in there
+    ]
+    if lost := [name for name, one in (*named, *made) if id(one) in trained and one.requires_grad]:
+        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise CheckpointError(
+            "the checkpoint lacks weights that are trained",
+            found=f"{file}, without {lost[0]}{others}",
+            expected="every parameter of the model that requires a gradient",
+            cause="PEFT saves adapters, and of prompts the result alone, not the network that makes them; every resume "
+            "would start the others afresh",
+            action="PromptTuningConfig, or PrefixTuningConfig without prefix_projection"
+            if made and lost[0] == made[0][0]
+            else "name their modules in LoraConfig(modules_to_save=[...]) in place of requires_grad_(True); or leave "
+            "them frozen",
+        )
 
 
 def load_missing(model: Any, tag_dir: Path, missing: Iterable[str]) -> bool:

@@ -132,7 +132,8 @@ def test_flags_are_taken_from_the_command_line(monkeypatch: pytest.MonkeyPatch) 
     words = ["train", "--no-megaresume-checksums", "a.yaml", "--megaresume_keep_every=5", "--lr", "-3"]
     assert take_flags([*words, "--megaresume-append", "now"]) == ["train", "a.yaml", "--lr", "-3"]
     said = json.loads(os.environ[SETTINGS_VARIABLE])
-    assert said == {"launch": {"append": "now"}, "checkpoints": {"checksums": False, "keep_every": 5}}
+    checkpoints = {"checksums": False, "compare_frozen": True, "keep_every": 5}
+    assert said == {"launch": {"append": "now"}, "checkpoints": checkpoints}
 
 
 @pytest.mark.parametrize(
