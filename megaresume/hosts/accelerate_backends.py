@@ -55,7 +55,7 @@ def check_backend(accelerator: Any) -> None:
             "datastates_ckpt of DeepSpeed": (config.get("datastates_ckpt"), "leave it out: it writes after the save"),
             "checkpoint.use_node_local_storage of DeepSpeed": (
                 saving.get("use_node_local_storage"),
-                "leave it out, and save to a directory that every rank sees",
+                "leave it out, and save to a directory that every rank sees, or with stage_to= to a disk of each node",
             ),
             "checkpoint.load_universal of DeepSpeed": (
                 saving.get("load_universal"),

@@ -46,7 +46,8 @@ def check_engine(engine: Any) -> None:
             "checkpoints on node-local storage cannot be checked by one rank",
             found="checkpoint.use_node_local_storage: true in the DeepSpeed config",
             expected="a directory that every rank sees",
-            action="remove use_node_local_storage and save to shared storage",
+            action="remove use_node_local_storage, and save to shared storage; or, with stage_to= in an object store, "
+            "to a disk of each node",
         )
 
 
