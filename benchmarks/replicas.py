@@ -32,7 +32,8 @@ import torchft
 
 import megaresume
 from benchmarks.table import Row, markdown
-from tests.hosts.torchft.harness import forked, free_port, lighthouse
+from megaresume.cluster.processes import free_port
+from tests.hosts.torchft.harness import forked, lighthouse
 
 #: samples of a step, and its seconds.
 SIZE = 8

@@ -150,6 +150,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rollout_queue", "_trained_groups", "_save_checkpoint", "_inner_training_loop", "train"):
         setattr(trainer, name, None)
     trainer._load_from_checkpoint = trainer._issue_warnings_after_load = None
+    trainer._load_callback_state = trainer._run_epoch = None
     trainer.accelerator, trainer.train_dataset = SimpleNamespace(is_main_process=True), None
     trainer.rollout_worker = object()
     trainer.args = SimpleNamespace(num_generations=2, output_dir="run", seed=1, data_seed=None, world_size=1)
