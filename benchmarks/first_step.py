@@ -11,7 +11,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from benchmarks.corpora import VOCABULARY, WEIGHTS
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import children, interleaved, median
+from megaresume.cluster.processes import free_port
 
 ROOT = Path(__file__).parents[1]
 #: a stand-in for Megatron-LM's training package over the megatron-core that is installed.
@@ -140,16 +140,17 @@ def _rows_of(program: Program, directory: Path, repetitions: int) -> Iterator[Ro
         )
 
 
+def ranks_at(number: int) -> list[dict[str, str]]:
+    """The environments of so many ranks on this machine, which meet at a free port."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [address | {"RANK": str(k), "LOCAL_RANK": str(k), "WORLD_SIZE": str(number)} for k in range(number)]
+
+
 def _run(words: Sequence[object], ranks: int | None) -> None:
     """Run the processes of a program to their ends."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     env.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
-    launched: list[dict[str, str]] = [{}]
-    if ranks is not None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(found.getsockname()[1])}
-        launched = [address | {"RANK": str(k), "LOCAL_RANK": str(k), "WORLD_SIZE": str(ranks)} for k in range(ranks)]
+    launched: list[dict[str, str]] = [{}] if ranks is None else ranks_at(ranks)
     command = [sys.executable, *map(str, words)]
     running = [subprocess.Popen(command, env=env | one, stdout=subprocess.DEVNULL) for one in launched]
     statuses = [process.wait() for process in running]

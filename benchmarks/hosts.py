@@ -16,7 +16,6 @@ import io
 import itertools
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,7 +30,7 @@ import torch
 import torch.utils.data
 
 import megaresume
-from benchmarks.first_step import MEGATRON, ROOT, megatron_data
+from benchmarks.first_step import MEGATRON, ROOT, megatron_data, ranks_at
 from benchmarks.setup import Setup
 from benchmarks.table import Row
 from benchmarks.timing import cpu, interleaved, wall
@@ -244,10 +243,7 @@ def deepspeed(is_ours: bool, directory: Path, clock: Clock, steps: int) -> None:
     """DeepSpeed's engine; alone with torch's loader, as the one that DeepSpeed makes reads in processes of its own."""
     import deepspeed as ds
 
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(rank, MASTER_PORT=str(found.getsockname()[1]))
+    os.environ.update(*ranks_at(1))
     model = Net(clock)
     config = {"train_batch_size": BATCH, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
     engine, *_ = ds.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -288,10 +284,7 @@ def megatron(setup: Setup, is_ours: bool, directory: Path, clock: Clock, steps: 
     flags = ["--train-iters", steps, "--save", directory / "saves", "--save-interval", EVERY]
     launcher = ["-m", "megaresume.run"] if is_ours else []
     words = [sys.executable, *launcher, MEGATRON / "pretrain_timed.py", *data, *flags]
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        rank["MASTER_PORT"] = str(found.getsockname()[1])
+    (rank,) = ranks_at(1)
     env = os.environ | rank | {"PYTHONPATH": str(ROOT), "TIMES": str(times), "SECONDS": str(clock.seconds)}
     subprocess.run([*map(str, words)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True)
     clock.steps = np.load(times).tolist()

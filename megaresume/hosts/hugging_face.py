@@ -175,7 +175,8 @@ class TransformersHost(TrainerHost):
         self._figures: Mapping[str, float] = {}
         #: the optimizer whose steps are reported.
         self._watched: Any = None
-        self._frozen_weights = FrozenWeights(trainer)
+        #: as `Checkpoints` has it.
+        self._compare_frozen = True
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -203,7 +204,7 @@ class TransformersHost(TrainerHost):
         args = self.trainer.args
         replay = Replay.asked()  # a replay writes outside the run, and logs there
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
-        self._frozen_weights = FrozenWeights(self.trainer, compare=given.compare_frozen, way_out=GO_ON)
+        self._compare_frozen = given.compare_frozen
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
         return merge_trainer_settings(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
@@ -238,7 +239,7 @@ class TransformersHost(TrainerHost):
             (trainer, "_save_checkpoint", self._save_checkpoint),
             (trainer, "_evaluate", undrawn),
             *RenamedWeights(trainer).hooks(),
-            *self._frozen_weights.hooks(),
+            *FrozenWeights(trainer, compare=self._compare_frozen, way_out=GO_ON).hooks(),
             *refuse_allocation(trainer),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),

@@ -22,7 +22,7 @@ from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.frozen import Summary, below_adapters, check_frozen, summarize
 from megaresume.hosts.trainer import Hook
-from megaresume.stream.errors import CheckpointError
+from megaresume.stream.errors import CheckpointError, listed
 
 log = logging.getLogger(__name__)
 
@@ -137,15 +137,14 @@ def check_adapter(trainer: Any, tag_dir: Path) -> None:
         if name != "embedding.weight" and name not in there
     ]
     if lost := [name for name, one in (*named, *made) if id(one) in trained and one.requires_grad]:
-        others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise CheckpointError(
             "the checkpoint lacks weights that are trained",
-            found=f"{file}, without {lost[0]}{others}",
+            found=f"{file}, without {listed(lost, 1, separator=' ')}",
             expected="every parameter of the model that requires a gradient",
             cause="PEFT saves adapters, and of prompts the result alone, not the network that makes them; every resume "
             "would start the others afresh",
             action="PromptTuningConfig, or PrefixTuningConfig without prefix_projection"
-            if made and lost[0] == made[0][0]
+            if lost[0].startswith("prompt_encoder.")
             else "name their modules in LoraConfig(modules_to_save=[...]) in place of requires_grad_(True); or leave "
             "them frozen",
         )
