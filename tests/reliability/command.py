@@ -138,7 +138,7 @@ def try_kinds(harness: Harness, results: Results, every: int) -> None:
                 results.add_lost(row, error)
         cut_kind(harness, results, kind, CUT_OF.format(name), 480 // every)
     try:
-        for _ in kills.random_moments(harness, 1, max(1, 40 // every), "writer", longest=1.0):
+        for _ in kills.random_moments(harness, 1, max(1, 40 // every), "writer", longest=0.3):
             results.add(WRITER, "resumed exactly")
     except Lost as error:
         results.add_lost(WRITER, error)

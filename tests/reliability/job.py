@@ -235,8 +235,8 @@ def run(task: Task, rank: int, meeting: Path, report: Report, log: int) -> None:
     if task.recording is not None:
         system.boot_id = lambda: f"node of rank {rank}"
         shim.arm(directory.parent, mode="record", log=log)
-        if task.kind == "writer":  # which inherits the shim as it is; DeepSpeed would spawn it
-            torch.multiprocessing.set_start_method("fork")
+    if task.kind == "writer":  # which inherits the shim as it is; DeepSpeed would spawn it, and import all of it again
+        torch.multiprocessing.set_start_method("fork")
     engine = engine_of(task.zero, task.kind)
 
     def armed(while_it: str) -> Any:
