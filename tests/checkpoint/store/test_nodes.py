@@ -173,11 +173,11 @@ try:
         assert more or statuses == [0] * ranks, (statuses, cluster.said())
         return cluster.judge()
 
-    assert start(1, 6)[-1] == 6
-    assert start(1, 100, fault=full, until=20)[-1] == 6
+    assert start(1, 4)[-1] == 4
+    assert start(1, 100, fault=full, until=12)[-1] == 4
     disks[0], disks[1] = disks[1], disks[0]
-    assert start(3, 100, fault=full, until=14)[-1] == 6
-    cluster.judge_start(6, 3)
+    assert start(3, 100, fault=full, until=8)[-1] == 4
+    cluster.judge_start(4, 3)
     disks[0], disks[1] = disks[1], disks[0]
     RANKS
     print("WENT ON", cluster.judge())
@@ -186,15 +186,15 @@ finally:
 """
 #: the third disk is not there: what three have saved is lost.
 TWO = """
-    assert start(2, 10)[-1] == 10, cluster.said()
-    cluster.judge_start(6, 2)
-    assert start(1, 14)[-1] == 14, cluster.said()
-    cluster.judge_start(10, 1)
+    assert start(2, 6)[-1] == 6, cluster.said()
+    cluster.judge_start(4, 2)
+    assert start(1, 10)[-1] == 10, cluster.said()
+    cluster.judge_start(6, 1)
 """
 #: it is there, and so is what was saved last; rank 0 has another disk than then.
 THREE = """
-    assert start(3, 16)[-1] == 16, cluster.said()
-    cluster.judge_start(14, 3)
+    assert start(3, 10)[-1] == 10, cluster.said()
+    cluster.judge_start(8, 3)
 """
 
 
@@ -216,7 +216,7 @@ GROWS = """
 from tests.checkpoint.store.nodes import Cluster
 cluster = Cluster(91)
 try:
-    cluster.start(1, 5000, until=30)
+    cluster.start(1, 5000, until=8)
     cluster.judge()
     records = (cluster.disks[0] / "megaresume").glob("step_*.manifest.json")
     newest = max(int(path.name[5:12]) for path in records)
