@@ -7,7 +7,7 @@ VENV   ?= .venv
 WORKERS ?= 4
 BIN    := $(VENV)/bin
 # A file stays in one worker, which makes its fixtures once; tests/tiers.py puts the longest files first.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST  = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 STAMP  := $(VENV)/.installed
 STARTED := $(shell date +%s)
 # How long all of it took, beside the bound in minutes; exits as the tests did.
@@ -27,14 +27,18 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/megaresume demo --overwrite
 
-check: $(STAMP) lint types
-	@$(PYTEST) -m "not process and not release"; $(call took,3)
+check: TIER  = -m "not process and not release"
+check: BOUND = 3
+# None of these tests waits for a process, and each worker imports all trainers: more of them than cores only cost.
+check: WORKERS = $(shell cores=$$(nproc); echo $$((cores < 4 ? cores : 4)))
+test:  TIER  = -m "not release" --durations 25
+test:  BOUND = 15
 
-# Types are checked while tests wait, which takes a minute in a new clone; what is found is said after the tests.
-test: $(STAMP) lint
+# Types are checked beside the tests, which takes a minute in a new clone; what is found is said after them.
+check test: $(STAMP) lint
 	@$(BIN)/mypy > $(VENV)/.types 2>&1 & types=$$!; \
-  $(PYTEST) -m "not release" --durations 25; tests=$$?; \
-  wait $$types; types=$$?; cat $(VENV)/.types; [ $$tests = 0 -a $$types = 0 ]; $(call took,15)
+  $(PYTEST) $(TIER); tests=$$?; \
+  wait $$types; types=$$?; cat $(VENV)/.types; [ $$tests = 0 -a $$types = 0 ]; $(call took,$(BOUND))
 
 test-all: $(STAMP) lint types
 	$(PYTEST) --durations 25
