@@ -27,7 +27,7 @@ from tests.cluster.training.conftest import MODEL, write_corpus
 
 #: of a tiny model, and of a run that ends when it is told to, and leaves time to others until then.
 FLAGS = f"{MODEL} --micro-batch-size 1 --global-batch-size 2 --lr-decay-style constant --lr-warmup-fraction 0"
-ENDLESS = "--train-iters 1000000 --megaresume-min-step-seconds 0.1"
+ENDLESS = "--train-iters 1000000 --megaresume-min-step-seconds 0.3"
 
 SCRIPTS = Path(__file__).parents[3] / "launch" / "slurm" / "local-cluster"
 # Short, as a Unix socket lies in it, and seen by all nodes.
