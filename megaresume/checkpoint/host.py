@@ -85,6 +85,18 @@ class ReadsSome(Protocol):
 
 
 @runtime_checkable
+class LeavesOut(Protocol):
+    """A host whose checkpoints may lack weights that are not trained: an optional method of a `Host`."""
+
+    def check_frozen(self, recorded: Mapping[str, Any]) -> None:
+        """Compare them with what the loaded checkpoint records, before the first step. Collective.
+
+        Raises, on every rank:
+            StateError: they are others.
+        """
+
+
+@runtime_checkable
 class GivesLosses(Protocol):
     """A host that collects the losses of its trainer, for ``metrics="losses"``: an optional method."""
 

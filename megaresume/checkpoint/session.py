@@ -33,6 +33,7 @@ from megaresume.checkpoint.host import (
     Data,
     HasLoggers,
     Host,
+    LeavesOut,
     Loaded,
     Restored,
     Resume,
@@ -84,6 +85,7 @@ class Session:
         position_every: steps between two records of the current position, see `Positions`; None: none.
         max_starts: how many starts from one step without a save are allowed; 0: any number.
         checksums: compute checksums of all files after a save, and verify them at a load.
+        compare_frozen: before the first step after a load, see `LeavesOut`.
         random: the generators of this rank; None if the framework saves them itself.
         stop: when to save and exit.
         on_stop: how to save then; None if the host is told to stop by other means.
@@ -102,6 +104,7 @@ class Session:
         position_every: int | None = None,
         max_starts: int = MAX_STARTS,
         checksums: bool = True,
+        compare_frozen: bool = True,
         random: RandomState | None = None,
         stop: StopConditions | None = None,
         on_stop: Callable[[], None] | None = None,
@@ -157,6 +160,9 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: duration of the last save in seconds; None if there was none. On rank 0.
         self.save_seconds: float | None = None
+        self._compare_frozen = compare_frozen
+        #: what the loaded checkpoint records of frozen weights, until they are compared.
+        self._frozen: Mapping[str, Any] | None = None
         self._position_every = position_every
         #: on rank 0, once training has begun.
         self._positions: Positions | None = None
@@ -331,6 +337,7 @@ class Session:
         now = self.host.topology()
         if self.random is not None:
             words = self.random.restore(choice, loaded.topology, now, seed=seed_of(state))
+        self._frozen = loaded.envelope.frozen if self._compare_frozen else None
         self.settled_step = self.host.iteration()
         self.committed = self.settled_step, resumed_at, now
         self._starter.begin_at(self.settled_step, resumed_at.samples)
@@ -363,11 +370,15 @@ class Session:
 
         Raises, on every rank:
             Stopped: the run was asked to stop, and has saved; or a replay has done its last step.
+            StateError: see `LeavesOut`.
         """
         if self.replay is not None:
             self._end_replay()
         if self.stopper is not None and (reason := self.stopper.agreed()) is not None:
             self._stop(self.stopper, reason)
+        if self._frozen is not None and isinstance(self.host, LeavesOut):
+            self.host.check_frozen(self._frozen)
+            self._frozen = None
         if not self._begun:
             self.begin()
         elif self.meter is not None:

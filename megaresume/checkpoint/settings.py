@@ -193,8 +193,8 @@ class Checkpoints:
     )
     compare_frozen: bool = setting(
         True,
-        "under Hugging Face's Trainer, at a resume: refuse other frozen weights below PEFT's adapters, or another "
-        "reference model or teacher, than those of the run; checkpoints do not hold them",
+        "at a resume: refuse other frozen weights than those of the run, where checkpoints do not hold them: below "
+        "adapters, of reference models and teachers, and those that a program leaves out of what is saved",
         hosts="trainer",
     )
 
@@ -221,7 +221,16 @@ class Checkpoints:
 
 
 #: the fields of `Checkpoints` that are passed to a `Session`.
-_OF_SESSION = ("save_dir", "stage_to", "retention", "position_every", "max_starts", "checksums", "retries")
+_OF_SESSION = (
+    "save_dir",
+    "stage_to",
+    "retention",
+    "position_every",
+    "max_starts",
+    "checksums",
+    "compare_frozen",
+    "retries",
+)
 
 #: stream: our samples. guard: Megatron's own datasets, recorded and pinned. off: the hooks do nothing.
 Mode = Literal["stream", "guard", "off"]

@@ -12,6 +12,7 @@
     files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file;
                  optimizer_states.py: an optimizer in them; replicas.py: whether what they save once is equal on all
                  ranks; left_out.py: learning rates that they lack, or save too early
+    frozen.py    whether frozen weights that a checkpoint lacks are those of the run
     contract.py  `HostContract`: what every host must do, as tests for authors of hosts; driver.py: its runs
 
 One file per trainer:
@@ -19,8 +20,8 @@ One file per trainer:
     loop.py            a custom loop in torch
     hugging_face.py    Hugging Face's Trainer; hugging_face_data.py: its data; hugging_face_epochs.py: their length;
                        hugging_face_weights.py: weights that checkpoints lack, or have under other names;
-                       frozen.py: whether frozen ones are those of the run; hugging_face_families.py: trainers
-                       derived from it; hugging_face_launch.py: for scripts that do not know us
+                       hugging_face_families.py: trainers derived from it; hugging_face_launch.py: for scripts
+                       that do not know us
     trl.py             TRL's asynchronous GRPO: its prompts
     accelerate.py      a loop with Accelerate; accelerate_backends.py: DDP, DeepSpeed and FSDP, also under the Trainer
     lightning.py       Lightning's Trainer; lightning_trainer.py: its settings, its callback, the paths that it saves to

@@ -44,6 +44,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.accelerate_backends import (
     Written,
+    backend_of,
     check_backend,
     check_loadable,
     engine_of,
@@ -51,8 +52,9 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last
+from megaresume.hosts.deepspeed.engine import forget_gradients, leaves_out, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
+from megaresume.hosts.frozen import FrozenWeights, entries, left_out, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
@@ -143,12 +145,14 @@ class AcceleratorHost(TrainerHost):
     forgotten = "accelerator.load_state() was not called"
     load = "accelerator.load_state() before the first step"
     _beginning: Beginning | None = None
+    frozen: FrozenWeights
     begin_anew = "load its weights with safetensors.torch.load_model, and save to another directory"
     loop: AcceleratedLoop
 
     def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
         super().__init__(trainer)
         self.data, self.record = data, DataRecord()
+        self.frozen = FrozenWeights(lambda: weights_of(self._modules))
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""
@@ -241,6 +245,19 @@ class AcceleratorHost(TrainerHost):
         self._beginning = self._beginning or Beginning(self.trainer._models, self.kept())
 
     @property
+    def _modules(self) -> dict[str, Any]:
+        return {str(number): one for number, one in enumerate(self.trainer._models)}
+
+    def _leaves_out(self, weights: Mapping[str, Any], *, excludes: bool) -> list[str]:
+        """The names of frozen weights that a save leaves out: see `FrozenWeights.note`."""
+        if (engine := engine_of(self.trainer)) is not None:
+            return leaves_out(engine, weights, excludes=excludes)
+        # Those of a program usually take all weights out of what is saved, and write those of an adapter themselves.
+        has_writers = backend_of(self.trainer) == "DDP" and bool(self.trainer._save_model_state_pre_hook)
+        modules = {} if has_writers else self._modules
+        return left_out(weights, lambda: entries({name: one.state_dict() for name, one in modules.items()}))
+
+    @property
     def _optimizers(self) -> list[Any]:
         return [optimizer for one in self.trainer._optimizers for optimizer in (one, one.optimizer)]
 
@@ -296,8 +313,12 @@ class AcceleratorHost(TrainerHost):
         """See `Host`."""
         return expected_files(self.trainer, save_dir, tag, inner=lambda _: "pytorch_model")
 
-    def write(self, save: Save, write: Callable[[str], Any]) -> Any:
-        """Write a checkpoint with Accelerate's own method ``write(directory)``."""
+    def write(self, save: Save, write: Callable[[str], Any], *, excludes: bool) -> Any:
+        """Write a checkpoint with Accelerate's own method ``write(directory)``.
+
+        ``excludes``: whether DeepSpeed is told to leave out frozen parameters.
+        """
+        self.frozen.note(save, functools.partial(self._leaves_out, excludes=excludes))
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:
@@ -422,7 +443,11 @@ class AcceleratedLoop(StepLoop):
         on_rank_0(lambda: _check_name(directory, self.step))
         return self.host.save_by(
             directory.parent,
-            lambda save: self.host.write(save, lambda path: write(path, *args, **kwargs)),
+            lambda save: self.host.write(
+                save,
+                lambda path: write(path, *args, **kwargs),
+                excludes=kwargs.get("exclude_frozen_parameters", False),
+            ),
             tag=directory.name,
             tracker=False,
         )

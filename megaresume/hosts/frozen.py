@@ -1,29 +1,33 @@
 """Frozen weights that no checkpoint holds, such as the model below an adapter: does a resume find those of the run?
 
-Every start looks at them once, before its first step, and every checkpoint records the result: for all tensors of one
-dtype and shape together their number, a projection and the sum of squares. These see every value, tell how much has
-changed, and are sums, so that they do not depend on how tensors are divided among ranks (FSDP2, ZeRO-3) or on the
-device.
+A save that leaves some out records their names, and for all tensors of one dtype and shape together their number, a
+projection and the sum of squares. These see every value, tell how much has changed, and are sums, so that they do not
+depend on how tensors are divided among ranks (FSDP2, ZeRO-3) or on the device. They are computed once in each start,
+and again if a weight turns out to have changed: its first values are looked at in every save. The first step after a
+load compares: see `FrozenWeights`.
 
     up to `EXACT`       the same
     up to `ROUNDING`    a warning: computed again on other hardware, or with another number of threads
     more                refused
 
-Values that cannot be read are counted and not compared: on the meta device, swapped out, divided in another way.
+Values that cannot be read are counted and not compared: on the meta device, swapped out, divided in another way. Of
+tensors that differ between ranks without torch or DeepSpeed knowing it (pipeline stages, slices), rank 0's count.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megaresume.checkpoint.ranks import gather, is_rank_0
+from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.saver import Save
 from megaresume.stream.errors import StateError, listed
 
 #: "bfloat16[64, 64]" -> number of tensors, projection, sum of squares; None: some of them cannot be read.
@@ -34,6 +38,94 @@ EXACT, ROUNDING = 1e-5, 3e-4
 
 #: number of weights of the projection, a prime, after which they repeat; how many values are read at once.
 _PERIOD, _AT_ONCE = 65_537, 1 << 20
+#: how many values of each tensor a save looks at, to see whether it has changed.
+_GLANCE = 1024
+#: what DDP, FSDP, activation checkpointing and torch.compile add to names.
+_WRAPPERS = {"module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"}
+
+GO_ON = "to go on with these, as if they are not used: megaresume.Checkpoints(compare_frozen=False)"
+AS_THEN = "make the models as when the run saved: from the same files, with the same dtype, and with seeds set before"
+
+
+class FrozenWeights:
+    """Those of one run: recorded in a save that leaves them out, compared before the first step after a load.
+
+    Args:
+        weights: returns the parameters of the models, by names that do not depend on the number of ranks.
+        action: what to do about others, in the words of the trainer.
+    """
+
+    def __init__(
+        self, weights: Callable[[], Mapping[str, torch.Tensor]], action: str = f"{AS_THEN}; or, {GO_ON}"
+    ) -> None:
+        self._weights, self._action = weights, action
+        #: names, their sums at a glance, and in full; None: nothing was summed up yet.
+        self._known: tuple[Sequence[str], Summary, Summary] | None = None
+
+    def note(self, save: Save, lacks: Callable[[Mapping[str, torch.Tensor]], Sequence[str]]) -> None:
+        """Add those that a save leaves out to its envelope. Collective.
+
+        Args:
+            lacks: returns their names, of the weights; may be collective. Rank 0's counts.
+        """
+        save.envelope = replace(save.envelope, frozen=self.record(lacks))
+
+    def record(self, lacks: Callable[[Mapping[str, torch.Tensor]], Sequence[str]]) -> Mapping[str, Any] | None:
+        """What a checkpoint records, as JSON; None: it leaves out none. See `note`."""
+        weights = self._weights()
+        found = on_all_ranks(lambda: lacks(weights))
+        if not (names := on_rank_0(lambda: list(found))):
+            return None
+        return {"names": names, "sums": self._sums_of(weights, names)}
+
+    def check(self, recorded: Mapping[str, Any]) -> None:
+        """Compare with what a checkpoint records. Collective; raises on every rank: see `check_frozen`."""
+        check_frozen(recorded["sums"], self._sums_of(self._weights(), recorded["names"]), action=self._action)
+
+    def _sums_of(self, weights: Mapping[str, torch.Tensor], names: Sequence[str]) -> Summary:
+        tensors = [weights[name] for name in names if name in weights]
+        glance = summarize(tensors, most=_GLANCE)
+        if self._known is None or self._known[:2] != (names, glance):
+            self._known = names, glance, summarize(tensors)
+        return self._known[2]
+
+
+def weights_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """The parameters of modules, by name; tied ones by each of their names.
+
+    FSDP1's are left out: they have another shape on each rank.
+    """
+    return {
+        f"{name}.{saved_name(key)}": one
+        for name, module in modules.items()
+        if not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
+        for key, one in module.named_parameters(remove_duplicate=False)
+    }
+
+
+def saved_name(key: str) -> str:
+    """The name of a parameter, or of its entry in a state, without what wrappers add."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def left_out(weights: Mapping[str, torch.Tensor], saved: Callable[[], Iterable[str]]) -> list[str]:
+    """The names of frozen weights of which a state has no entry. Tied ones come once.
+
+    Args:
+        weights: see `weights_of`.
+        saved: returns the names of its entries, as those of the weights; not called if no weight is frozen.
+    """
+    if all(one.requires_grad for one in weights.values()):
+        return []
+    names = set(saved())
+    there = {id(one) for name, one in weights.items() if name in names}
+    lost = {id(one): name for name, one in weights.items() if not one.requires_grad and id(one) not in there}
+    return list(lost.values())
+
+
+def entries(states: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The names of the entries of modules' states: see `left_out`."""
+    return [f"{name}.{saved_name(key)}" for name, state in states.items() for key in state]
 
 
 def below_adapters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -66,13 +158,16 @@ def below_adapters(model: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         yield from walk(base, "base_model.")
 
 
-def summarize(tensors: Iterable[torch.Tensor]) -> Summary:
-    """What a checkpoint records of these tensors; the same on every rank. Collective."""
+def summarize(tensors: Iterable[torch.Tensor], *, most: int | None = None) -> Summary:
+    """What a checkpoint records of these tensors; the same on every rank. Collective.
+
+    ``most``: of the first values of each part of a tensor that a rank has; None: all.
+    """
     own: dict[str, tuple[int, torch.Tensor | None]] = {}
     for tensor in tensors:
         kind = _kind(tensor)
         number, sums = own.get(kind, (0, torch.zeros(2, dtype=torch.float64)))
-        part = None if sums is None else _sums(tensor, number)
+        part = None if sums is None else _sums(tensor, number, most)
         own[kind] = number + 1, None if sums is None or part is None else sums + part
     read = {kind: (number, None if sums is None else sums.tolist()) for kind, (number, sums) in own.items()}
     first, *others = gather(read)
@@ -82,10 +177,17 @@ def summarize(tensors: Iterable[torch.Tensor]) -> Summary:
     }
 
 
-def _total(sums: Sequence[Sequence[float] | None]) -> tuple[float | None, float | None]:
-    """The sums over all ranks; None if one of them cannot read its part."""
+def _total(sums: Sequence[Sequence[float] | None]) -> tuple[float | str | None, float | str | None]:
+    """The sums over all ranks; None if one of them cannot read its part; as text if they are no numbers."""
     known = [one for one in sums if one is not None]
-    return (math.fsum(one[0] for one in known), math.fsum(one[1] for one in known)) if all(sums) else (None, None)
+    if len(known) < len(sums):
+        return None, None
+    projection, square = (sum(one[part] for one in known) for part in (0, 1))
+    return _as_json(projection), _as_json(square)
+
+
+def _as_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
 
 
 def check_frozen(saved: Summary, now: Summary, *, action: str) -> None:
@@ -122,9 +224,9 @@ def _change(saved: Sequence[Any] | None, now: Sequence[Any] | None) -> float:
     """The difference as a part of the norm."""
     if saved is None or now is None or saved[0] != now[0]:
         return math.inf
-    values: list[float] = [*saved[1:], *now[1:]]
-    if None in values:
+    if None in (*saved[1:], *now[1:]):
         return 0.0
+    values = [float(one) for one in (*saved[1:], *now[1:])]
     projection, square, projection_now, square_now = values
     if not all(map(math.isfinite, values)):
         return 0.0 if math.isfinite(square) == math.isfinite(square_now) else math.inf
@@ -141,13 +243,13 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(shape)}"
 
 
-def _sums(tensor: torch.Tensor, number: int) -> torch.Tensor | None:
+def _sums(tensor: torch.Tensor, number: int, most: int | None) -> torch.Tensor | None:
     """Projection and sum of squares of this rank's part of a tensor; None: it cannot be read."""
     try:
         found = _part(tensor)
         if found is None or found[0].is_meta or found[0].dtype.is_complex:
             return None
-        flat, first = found[0].detach().reshape(-1), found[1]
+        flat, first = found[0].detach().reshape(-1)[:most], found[1]
         if flat.element_size() == 1:
             flat = flat.view(torch.uint8)  # torch converts floats of one byte at 60 MB/s
         kind = torch.float64 if flat.dtype == torch.float64 else torch.float32

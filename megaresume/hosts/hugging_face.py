@@ -59,6 +59,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, hook, replaced
 from megaresume.hosts.deepspeed.engine import raising_last
 from megaresume.hosts.feeds import Feed, ItemFeed
+from megaresume.hosts.frozen import FrozenWeights
 from megaresume.hosts.hugging_face_data import CountedBatches, callback_of, check_processes, check_settings, loader_of
 from megaresume.hosts.hugging_face_epochs import Epochs
 from megaresume.hosts.hugging_face_families import (
@@ -68,7 +69,7 @@ from megaresume.hosts.hugging_face_families import (
     restore_callbacks,
     undo_settings,
 )
-from megaresume.hosts.hugging_face_weights import FrozenWeights, RenamedWeights, check_adapter
+from megaresume.hosts.hugging_face_weights import RenamedWeights, check_adapter, frozen_of, lacks
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, undrawn, write_all
@@ -78,7 +79,7 @@ from megaresume.stream.errors import StateError, UsageError
 KEY = "megaresume"
 STATE = "trainer_state.json"
 
-#: see `FrozenWeights`.
+#: see `frozen_of`.
 GO_ON = (
     ". To go on with these, as if they are not used: megaresume.attach(trainer, checkpoints=megaresume.Checkpoints("
     "compare_frozen=False)), or with the launcher --no-megaresume-compare-frozen"
@@ -166,6 +167,7 @@ class TransformersHost(TrainerHost):
 
     #: the batches of this rank.
     loader: DataLoader
+    frozen: FrozenWeights
 
     def __init__(self, trainer: Any, data: Any, options: ItemOptions) -> None:
         super().__init__(trainer)
@@ -175,8 +177,7 @@ class TransformersHost(TrainerHost):
         self._figures: Mapping[str, float] = {}
         #: the optimizer whose steps are reported.
         self._watched: Any = None
-        #: as `Checkpoints` has it.
-        self._compare_frozen = True
+        self.frozen = frozen_of(trainer, GO_ON)
 
     def check(self) -> None:
         """See `TrainerHost`."""
@@ -204,7 +205,6 @@ class TransformersHost(TrainerHost):
         args = self.trainer.args
         replay = Replay.asked()  # a replay writes outside the run, and logs there
         args.output_dir = os.path.abspath(args.output_dir) if replay is None else replay.out  # os.chdir may follow
-        self._compare_frozen = given.compare_frozen
         limit = "save_total_limit", args.save_total_limit
         place = "output_dir", args.output_dir
         return merge_trainer_settings(given, trainer="Hugging Face's Trainer", save_dir=place, keep_last=limit)
@@ -239,7 +239,6 @@ class TransformersHost(TrainerHost):
             (trainer, "_save_checkpoint", self._save_checkpoint),
             (trainer, "_evaluate", undrawn),
             *RenamedWeights(trainer).hooks(),
-            *FrozenWeights(trainer, compare=self._compare_frozen, way_out=GO_ON).hooks(),
             *refuse_allocation(trainer),
             (trainer, "_load_callback_state", self._load_callback_state),
             (trainer, "log", self._with_figures),
@@ -441,6 +440,7 @@ class TransformersHost(TrainerHost):
 
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
+        self.frozen.note(save, functools.partial(lacks, self.trainer))
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:

@@ -4,14 +4,14 @@
 the Hub: each expert by itself, where the model has all of them in one tensor. Only ``from_pretrained`` translates them
 back. The Trainer loads by name: it warns, and trains on with what the model held before.
 
-`FrozenWeights`: of a model of PEFT's, a checkpoint holds the adapters alone; reference models and teachers are in none.
+`frozen_of`: of a model of PEFT's, a checkpoint holds the adapters alone; reference models and teachers are in none.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from megaresume.checkpoint.generators import kept
 from megaresume.checkpoint.ranks import on_all_ranks
 from megaresume.hosts.attach import replaced
-from megaresume.hosts.frozen import Summary, below_adapters, check_frozen, summarize
+from megaresume.hosts.frozen import FrozenWeights, below_adapters, weights_of
 from megaresume.hosts.trainer import Hook
 from megaresume.stream.errors import CheckpointError, listed
 
@@ -58,22 +58,36 @@ class RenamedWeights:
             warn(result)
 
 
-class FrozenWeights:
-    """What is hooked on a Trainer, so that a resume has the frozen weights of the run: see `megaresume.hosts.frozen`.
+def frozen_of(trainer: Any, way_out: str = "") -> FrozenWeights:
+    """The weights below a Trainer's adapters, and those of its reference model and teacher.
 
     Args:
         trainer: transformers' Trainer, or an instance of a derived class.
-        compare: whether a resume compares them.
         way_out: how to go on with others, as a sentence for the error.
     """
 
-    #: the key in ``stateful_callbacks`` of trainer_state.json.
+    def weights() -> dict[str, torch.Tensor]:
+        return {**dict(below_adapters(trainer.model)), **weights_of(_others(trainer))}
+
+    return FrozenWeights(weights, action=_AS_THEN + way_out)
+
+
+def lacks(trainer: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of those that its checkpoints lack and that do not change: see `FrozenWeights.note`."""
+    trained = {id(one) for _, one in below_adapters(trainer.model) if one.requires_grad}
+    return list({id(one): name for name, one in weights.items() if id(one) not in trained}.values())
+
+
+class FrozenInState:
+    """Hooked on a Trainer without a session: records frozen weights in trainer_state.json, see `frozen_of`."""
+
+    #: the key in ``stateful_callbacks``.
     KEY = "megaresume.frozen"
 
-    def __init__(self, trainer: Any, *, compare: bool = True, way_out: str = "") -> None:
-        self._trainer, self._compare, self._way_out = trainer, compare, way_out
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._frozen = trainer, frozen_of(trainer)
         #: of the checkpoint that was loaded; None: there is none, or it has none.
-        self._saved: Summary | None = None
+        self._saved: Mapping[str, Any] | None = None
         self._has_looked = False
 
     def hooks(self) -> list[Hook]:
@@ -92,10 +106,10 @@ class FrozenWeights:
         """Before the first step, when everything is loaded, compare, and note what checkpoints record."""
         if not self._has_looked:
             self._has_looked = True
-            now = summarize(_frozen(self._trainer))
-            if self._compare and self._saved is not None:
-                check_frozen(self._saved, now, action=_AS_THEN + self._way_out)
-            if now:
+            if self._saved is not None:
+                self._frozen.check(self._saved)
+            now = self._frozen.record(lambda weights: lacks(self._trainer, weights))
+            if now is not None:
                 self._trainer.state.stateful_callbacks[self.KEY] = now
         return run(*args, **kwargs)
 
@@ -106,12 +120,10 @@ _AS_THEN = (
 )
 
 
-def _frozen(trainer: Any) -> Iterator[torch.Tensor]:
-    """The weights of a Trainer's models that do not change, and that no checkpoint of its holds."""
-    yield from (one for _, one in below_adapters(trainer.model) if not one.requires_grad)
-    for name in ("ref_model", "teacher_model"):
-        if isinstance(model := getattr(trainer, name, None), torch.nn.Module) and model is not trainer.model:
-            yield from model.parameters()
+def _others(trainer: Any) -> dict[str, torch.nn.Module]:
+    """The models of a Trainer that no checkpoint of its holds."""
+    models = {name: getattr(trainer, name, None) for name in ("ref_model", "teacher_model")}
+    return {name: one for name, one in models.items() if isinstance(one, torch.nn.Module) and one is not trainer.model}
 
 
 def check_adapter(trainer: Any, tag_dir: Path) -> None:

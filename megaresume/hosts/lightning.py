@@ -20,7 +20,7 @@ Hooked on the Trainer and on its loops:
                               as long: Lightning profiles each call
     save_checkpoint           saved by the session: commit, lock, ledger, retention; the requested file is a link to it
 
-and a callback, before all others: a step was done; a data state for what is saved; the generators after a validation.
+and a callback, before all others: a step was done; the generators after a validation.
 
     <save_dir>/global_step10/checkpoint.ckpt    what Lightning writes, and within it, under ``megaresume``, the data
                                                 state: a file, or under DeepSpeed and with sharded checkpoints a
@@ -51,9 +51,9 @@ from megaresume.checkpoint.saver import Save
 from megaresume.checkpoint.settings import Checkpoints
 from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
-from megaresume.hosts.attach import replaced
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.feeds import ItemFeed, micro_batches_to, warn_of_left_over
+from megaresume.hosts.frozen import FrozenWeights, entries, left_out, weights_of
 from megaresume.hosts.lightning_trainer import (
     DEEPSPEED,
     FILE,
@@ -117,6 +117,7 @@ class LightningHost(TrainerHost):
     """
 
     words = loop_words(name="trainer.train_dataloader", clock="the optimizer step")
+    frozen: FrozenWeights
     forgotten = "trainer.fit was called without ckpt_path='last', or save_dir was used before"
     load = "trainer.fit(model, ckpt_path='last')"
     begin_anew = "read its weights with YourModule.load_from_checkpoint, and save to another directory"
@@ -131,8 +132,7 @@ class LightningHost(TrainerHost):
         self.is_open = False
         #: what the Trainer reads from, once a fit has begun.
         self.batches: CountedBatches | None = None
-        #: the content for the current checkpoint; None if none is being made.
-        self.held: dict[str, Any] | None = None
+        self.frozen = FrozenWeights(lambda: weights_of({"0": trainer.lightning_module}))
         self._asked: Any = None
         #: optimizer steps counted by Lightning when the last step of the data was done.
         self._counted = 0
@@ -466,14 +466,21 @@ class LightningHost(TrainerHost):
         """Write the file that Lightning would write, including the data state: for `Session.save`."""
         file, trainer = save.tag_dir / FILE, self.trainer
 
+        def lacks(weights: Mapping[str, Any]) -> list[str]:
+            if self.engine is not None:
+                excludes = getattr(trainer.strategy, "exclude_frozen_parameters", False)
+                return facts.leaves_out(self.engine, weights, excludes=excludes)
+            return left_out(weights, lambda: entries({"0": state["state_dict"]}))
+
         def write_file() -> None:
-            # Not `trainer.save_checkpoint`: if rank 0 cannot write, the others would wait for it at a barrier.
-            state = trainer._checkpoint_connector.dump_checkpoint(False)
             with facts.raising_last(self.engine):
                 trainer.strategy.save_checkpoint(state, str(file))
 
-        with replaced(self, held=self.carried(save)):
-            write_all(save, write_file)
+        # Not `trainer.save_checkpoint`: if rank 0 cannot write, the others would wait for it at a barrier.
+        state = on_all_ranks(lambda: trainer._checkpoint_connector.dump_checkpoint(False))
+        self.frozen.note(save, lacks)
+        state[KEY] = self.carried(save)
+        write_all(save, write_file)
         return file
 
     def read(self, choice: Choice, before: Topology | None, read: Callable[[str], Any]) -> Restored:

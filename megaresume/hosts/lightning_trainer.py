@@ -340,7 +340,7 @@ def in_the_middle(counted: int, accumulation: int) -> StateError:
 
 
 def callback_of(host: Any) -> Any:
-    """A callback that tells a `LightningHost` of steps, and adds its data state to what is saved."""
+    """A callback that tells a `LightningHost` of steps."""
     base = importlib.import_module(f"{host.module}.callbacks").Callback
 
     class DataResume(base):  # type: ignore[misc, valid-type]
@@ -367,9 +367,5 @@ def callback_of(host: Any) -> Any:
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
             host.save_if_due(is_over=True)
-
-        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            if host.is_open and host.held is not None:
-                checkpoint[KEY] = host.held
 
     return DataResume()

@@ -36,6 +36,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
+from megaresume.hosts.frozen import FrozenWeights, entries, left_out, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
 from megaresume.hosts.parallelism import check_averaged, check_together, discard_unreduced, reshard, unreduced
 from megaresume.hosts.replicas import check_parameters, warn_of_differing
@@ -63,6 +64,7 @@ class LoopHost(TrainerHost):
     package = "torch"
     objects: files.Objects
     background: Background
+    frozen: FrozenWeights
     forgotten = "loop.load() was not called"
     load = "loop.load() before the first step"
     _beginning: Beginning | None = None
@@ -80,6 +82,7 @@ class LoopHost(TrainerHost):
         super().__init__(trainer)
         self.data, self.writer, self.context_parallel = data, writer, context_parallel
         self.background = Background(lambda save: self.session.commit(save))
+        self.frozen = FrozenWeights(lambda: weights_of(self.objects.modules))
         #: see `gradients_at_save`.
         self._gradients: dict[Any, Callable[[], bool]] = {}
 
@@ -117,6 +120,7 @@ class LoopHost(TrainerHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank, for `Session.save`."""
+        self.frozen.note(save, lambda weights: left_out(weights, lambda: entries(self.objects.model_states())))
         carried = self.carried(save)
         future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
         if future is not None:

@@ -42,6 +42,7 @@ from megaresume.hosts.attach import SLOT, hook
 from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
+from megaresume.hosts.frozen import FrozenWeights
 from megaresume.hosts.left_out import stepped_after_save
 from megaresume.hosts.steps import Steps, loop_words
 from megaresume.stream.errors import UsageError
@@ -57,7 +58,7 @@ class TrainerHost(Host):
 
     A host must have: ``package``, ``words``, ``forgotten``, ``load``, ``begin_anew``, `check`, `settings`, `feed`,
     `begin`, `hooks`, `save_now`; ``device``, if the trainer has no attribute with that name. It may have:
-    `check_first_save`, `kept`, `expected_files`, `Host.committed`, ``background``.
+    `check_first_save`, `kept`, `expected_files`, `Host.committed`, ``background``, ``frozen``.
 
     Its hooks must call
         steps.stepped()                      after an optimizer step, or also `steps.check_step()` before it
@@ -83,6 +84,8 @@ class TrainerHost(Host):
     session: Session
     #: the writer of checkpoints that are written while training continues; None if there is none.
     background: Background | None = None
+    #: frozen weights that checkpoints may lack, see `FrozenWeights.note`; None: they hold all.
+    frozen: FrozenWeights | None = None
     #: whether `check_first_save` was called.
     is_save_checked = False
     #: whether a scheduler was stepped after a save, which is reported once.
@@ -251,6 +254,11 @@ class TrainerHost(Host):
     def topology(self) -> Topology:
         """See `Host`."""
         return self.steps.feed.topology(self.samples())
+
+    def check_frozen(self, recorded: Mapping[str, Any]) -> None:
+        """See `LeavesOut`."""
+        if self.frozen is not None:
+            self.frozen.check(recorded)
 
     def settle(self) -> None:
         """See `Host`."""

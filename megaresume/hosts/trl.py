@@ -45,7 +45,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample, _Asy
 from megaresume.checkpoint.records.prompt_ledger import PROMPTS, STATE
 from megaresume.hosts.attach import SLOT, check_new, hook
 from megaresume.hosts.hugging_face_data import check_processes
-from megaresume.hosts.hugging_face_weights import FrozenWeights, RenamedWeights
+from megaresume.hosts.hugging_face_weights import FrozenInState, RenamedWeights
 from megaresume.hosts.prompts import Prompts, write_state
 from megaresume.stream.data_yaml import Append
 from megaresume.stream.errors import StateError, UsageError
@@ -313,7 +313,7 @@ def attach(
     )
     check_processes(trainer)
     hook(trainer, "train", functools.partial(_choose, trainer))  # on every rank, as all load the same one
-    for owner, name, around in (*RenamedWeights(trainer).hooks(), *FrozenWeights(trainer).hooks()):
+    for owner, name, around in (*RenamedWeights(trainer).hooks(), *FrozenInState(trainer).hooks()):
         hook(owner, name, around)
     if not trainer.accelerator.is_main_process:
         hook(trainer, "training_step", _without_number)

@@ -25,6 +25,8 @@ PROGRESS = ("tests/checkpoint/test_progress.py",)
 RETENTION = ("tests/checkpoint/test_retention.py",)
 STATE = ("tests/checkpoint/test_data_state.py", "tests/checkpoint/test_state_file.py")
 LOOP = ("tests/hosts/torch/test_habits.py",)
+FROZEN = ("tests/hosts/test_frozen.py",)
+FROZEN_SUMS = ("tests/hosts/hugging_face/test_frozen.py",)
 
 
 @dataclass(frozen=True)
@@ -479,4 +481,40 @@ THE_COUNT = (
     ),
 )
 
-SEEDED = (*CHECKPOINT, *SESSION, *THE_COUNT)
+THE_FROZEN = (
+    Mutation(
+        "compare frozen weights never",
+        "self._frozen = loaded.envelope.frozen if self._compare_frozen else None",
+        "self._frozen = None",
+        FROZEN_SUMS,
+    ),
+    Mutation(
+        "count rank 0's frozen weights alone", "*(other.get(kind, (0, None))[1] for other in others)]", "]", FROZEN_SUMS
+    ),
+    Mutation(
+        "keep the sums of frozen weights that have changed",
+        "self._known[:2] != (names, glance)",
+        "self._known[0] != names",
+        FROZEN_SUMS,
+    ),
+    Mutation(
+        "record no frozen weights of a loop",
+        "self.frozen.note(save, lambda weights: left_out(weights, lambda: entries(self.objects.model_states())))",
+        "pass",
+        FROZEN,
+    ),
+    Mutation(
+        "record no frozen weights of an engine",
+        "    if excludes:\n        return left_out(weights, tuple)\n",
+        "",
+        FROZEN,
+    ),
+    Mutation(
+        "sum up frozen weights that are saved",
+        "if not one.requires_grad and id(one) not in there}",
+        "if not one.requires_grad}",
+        FROZEN,
+    ),
+)
+
+SEEDED = (*CHECKPOINT, *SESSION, *THE_COUNT, *THE_FROZEN)

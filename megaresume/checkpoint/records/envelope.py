@@ -8,6 +8,8 @@
     order     the order of Megatron's own datasets, as recorded by the guard
     loader    what is known about the states of a third-party loader; the states are files beside the checkpoint
 
+A checkpoint that lacks frozen weights also has ``frozen``, what is known of them.
+
 The envelope is stored twice: inside the checkpoint, in a file that the framework writes (with the weights, or a
 separate one: Trainer's trainer_state.json, VeRL's data.pt), and beside it in the step file. Both must be equal. Only a
 stream is interpreted here; the others are opaque to this package.
@@ -97,6 +99,8 @@ class Envelope:
     iteration: int
     #: the trainer and its version: ``megatron-lm 0.16.1``.
     framework: str = "unknown"
+    #: frozen weights that the checkpoint lacks: see `megaresume.hosts.frozen`. None: it lacks none.
+    frozen: Mapping[str, Any] | None = None
 
     @property
     def kind(self) -> Kind:
@@ -120,6 +124,8 @@ class Envelope:
             "digest": self.state.digest,
             "content": self.state.to_dict(),
         }
+        if self.frozen is not None:
+            body["frozen"] = self.frozen
         return body | {"checksum": checksum(body)}
 
     def to_text(self) -> str:
@@ -138,7 +144,12 @@ class Envelope:
 
 
 def _envelope(body: Mapping[str, Any]) -> Envelope:
-    return Envelope(state=_state(body), iteration=count(body["iteration"]), framework=text(body["framework"]))
+    return Envelope(
+        state=_state(body),
+        iteration=count(body["iteration"]),
+        framework=text(body["framework"]),
+        frozen=body.get("frozen"),
+    )
 
 
 def _state(body: Mapping[str, Any]) -> DataState:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megaresume.checkpoint.file_errors import OtherSaveError
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
+from megaresume.hosts.frozen import entries, left_out
 from megaresume.stream.errors import CheckpointError, UsageError
 
 
@@ -153,6 +154,21 @@ def model_file(engine: Any, tag_dir: Path) -> Path:
     """The file of a universal checkpoint with this rank's module."""
     with as_universal(engine):
         return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
+
+
+def leaves_out(engine: Any, weights: Mapping[str, Any], *, excludes: bool, name: str = "0") -> list[str]:
+    """The names of frozen weights that ``save_checkpoint`` leaves out: see `left_out`.
+
+    Args:
+        weights: those of the engine.
+        excludes: its ``exclude_frozen_parameters``.
+        name: of the engine among the modules, see `weights_of`.
+    """
+    if excludes:
+        return left_out(weights, tuple)
+    if is_pipeline(engine) or zero_stage(engine) > 1:  # layers by themselves; ZeRO's parts, whatever state_dict returns
+        return []
+    return left_out(weights, lambda: entries({name: engine.module.state_dict()}))
 
 
 def set_batch_size(engine: Any, size: int) -> None:

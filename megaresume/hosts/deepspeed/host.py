@@ -38,6 +38,7 @@ from megaresume.hosts.deepspeed.load_rules import (
     is_zero_file,
     remove_converted,
 )
+from megaresume.hosts.frozen import FrozenWeights, weights_of
 from megaresume.hosts.left_out import warn_of_scheduler
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.stream.batches import Balance, BatchSchedule
@@ -100,6 +101,7 @@ class EngineHost:
         #: collects the losses of micro-batches, if requested.
         self.losses: LogitLosses | None = None
         self._adopts = adopts
+        self._frozen = FrozenWeights(lambda: weights_of({"0": engine.module}))
         #: whether schedulers were checked, at the first save.
         self._is_looked_at = False
 
@@ -187,6 +189,10 @@ class EngineHost:
         """See `Host`."""
         return decoupled.is_pending(self.engine)
 
+    def check_frozen(self, recorded: Mapping[str, Any]) -> None:
+        """See `LeavesOut`."""
+        self._frozen.check(recorded)
+
     def committed(self, save_dir: Path) -> None:
         """See `Host`: removes conversions of older checkpoints."""
         remove_converted(save_dir)
@@ -201,6 +207,7 @@ class EngineHost:
         tag: str | None,
         client_state: Mapping[str, Any],
         latest: bool,
+        excludes: bool,
         *,
         envelope: Envelope | None = None,
         is_untouched: bool = False,
@@ -223,6 +230,7 @@ class EngineHost:
                 warn_of_scheduler(self.engine, {name: one for name, one in client_state.items() if name != KEY})
 
         def write_files(save: Save) -> Any:
+            self._frozen.note(save, functools.partial(facts.leaves_out, self.engine, excludes=excludes))
             state = {**client_state, KEY: save.envelope.to_dict()}
             with facts.stamped(self.engine, save.save_id), facts.failing_late(self.engine) as errors:
                 result = write(tag=save.tag, client_state=state, save_latest=False)
@@ -371,12 +379,12 @@ def _check_loaded(path: object, choice: Choice) -> None:
 
 
 def around_save(save: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    """An engine's ``save_checkpoint``, replaced by ``instead(write, save_dir, tag, client_state, latest)``.
+    """An engine's ``save_checkpoint``, replaced by ``instead(write, save_dir, tag, client_state, latest, excludes)``.
 
     Args:
         save: DeepSpeed's method.
         instead: gets ``write(tag=..., client_state=..., save_latest=...)``, which is that method with all other
-            arguments bound.
+            arguments bound; and whether frozen parameters are left out.
     """
 
     @functools.wraps(save)
@@ -390,7 +398,8 @@ def around_save(save: Callable[..., Any], instead: Callable[..., Any]) -> Callab
     ) -> Any:
         if exclude_frozen_parameters:
             kwargs["exclude_frozen_parameters"] = True
-        return instead(functools.partial(save, save_dir, **kwargs), save_dir, tag, client_state or {}, save_latest)
+        write = functools.partial(save, save_dir, **kwargs)
+        return instead(write, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     return save_checkpoint
 

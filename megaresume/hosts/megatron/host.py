@@ -348,6 +348,7 @@ def _save(
     tag: str | None,
     client_state: Mapping[str, Any],
     latest: bool,
+    excludes: bool,
 ) -> Any:
     host = _host_of(client_state)
     if host is None or host.order is None:
@@ -356,7 +357,8 @@ def _save(
     check_micro_batches(engine, host.args)
     host.engine = EngineHost(engine, elastic=host.settings.elastic)
     envelope = on_all_ranks(lambda: _state_to_save(host, int(client_state["iteration"])))
-    return host.engine.save_checkpoint(host.session, write, save_dir, tag, client_state, latest, envelope=envelope)
+    given = save_dir, tag, client_state, latest, excludes
+    return host.engine.save_checkpoint(host.session, write, *given, envelope=envelope)
 
 
 def check_micro_batches(engine: Any, args: Any) -> None:

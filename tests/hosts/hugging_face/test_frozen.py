@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megaresume
-from megaresume.hosts.frozen import below_adapters, check_frozen, summarize
+from megaresume.hosts.frozen import FrozenWeights, below_adapters, check_frozen, left_out, summarize
 from megaresume.hosts.hugging_face_weights import check_adapter
 from megaresume.stream.errors import CheckpointError, StateError
 from tests.hosts.hugging_face.program import BASE, Recorder, make
@@ -125,7 +125,7 @@ def test_the_same_frozen_weights_resume(tmp_path: Path) -> None:
     run(tmp_path / "cut", adapted(original=2), attempt=2)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     state = json.loads((tmp_path / "cut" / "checkpoint-12" / "trainer_state.json").read_text())
-    recorded = state["stateful_callbacks"]["megaresume.frozen"]
+    recorded = state["stateful_callbacks"]["megaresume"]["frozen"]["sums"]
     assert {kind: of[0] for kind, of in recorded.items()} == {
         f"float32[{BASE}, 8]": 1,
         "float32[8, 8]": 1,
@@ -220,6 +220,25 @@ def test_what_cannot_be_read_is_counted() -> None:
     check_frozen(whole, summarize([one.to("meta") for one in TENSORS]), action="")
     with pytest.raises(StateError):
         check_frozen(whole, summarize([TENSORS[0].to("meta")]), action="")
+
+
+def test_weights_that_change_are_summed_up_again() -> None:
+    weights = dict(zip("ab", [one.clone() for one in TENSORS], strict=True))
+    frozen = FrozenWeights(lambda: weights)
+    first = frozen.record(lambda _: ["a", "b"])
+    weights["b"] *= 2
+    second = frozen.record(lambda _: ["a", "b"])
+    assert first is not None and second is not None
+    frozen.check(second)
+    with pytest.raises(StateError):
+        frozen.check(first)
+    assert frozen.record(lambda _: []) is None
+
+
+def test_a_tied_weight_is_there_by_any_of_its_names() -> None:
+    one, two = (nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(2))
+    weights = {"a": one, "b": one, "c": two, "d": two}
+    assert left_out(weights, lambda: ["b"]) == ["d"]
 
 
 def divided(how: str, rank: int, ranks: int) -> Iterable[torch.Tensor]:
