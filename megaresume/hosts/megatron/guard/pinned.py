@@ -410,7 +410,9 @@ def _train(args: Any, project: Any) -> int:
         return 0
     consumed, left = _number(args, "consumed_train_samples"), max(int(iterations) - _number(args, "iteration"), 0)
     planned = _number(args, "train_samples") or int(iterations) * int(args.global_batch_size)
-    return max(schedule_from_args(args, project, consumed).after(consumed, left) - planned, 0)
+    # A finished run that is started again: Megatron's sampler asserts that a sample is left.
+    needed = schedule_from_args(args, project, consumed).after(consumed, left) if left else consumed + 1
+    return max(needed - planned, 0)
 
 
 def _valid(args: Any) -> int:

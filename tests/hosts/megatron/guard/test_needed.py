@@ -73,6 +73,8 @@ def test_sizes() -> None:
     assert needed_sizes(unchanged, None, ASKED) == (360, 80, 8)
     larger = arguments(consumed_train_samples=60, consumed_valid_samples=12)
     assert needed_sizes(larger, None, ASKED) == (360, 80, 8), "what Megatron asks for is enough"
+    over = arguments(iteration=90, consumed_train_samples=360, consumed_valid_samples=72)
+    assert needed_sizes(over, None, ASKED)[0] == 361, "Megatron's sampler asserts that a sample is left"
     assert needed_sizes(arguments(dataloader_type="cyclic"), None, ASKED) == (360, 80, 8)
     assert needed_sizes(arguments(skip_train=True), None, ASKED) == (360, 80, 8)
 
@@ -87,7 +89,8 @@ def test_by_samples() -> None:
 
 def test_a_run_goes_on_to_its_end(mini: Any, corpora: Corpora, tmp_path: Path) -> None:
     def flags(size: int, iterations: int) -> list[object]:
-        data = ["--data-path", corpora.path("a"), "--split", "80,10,10", "--data-cache-path", tmp_path / "cache"]
+        blend = ["--data-path", 0.6, corpora.path("a"), 0.4, corpora.path("b")]  # exactly as long as it is asked for
+        data = [*blend, "--split", "80,10,10", "--data-cache-path", tmp_path / "cache"]
         data += ["--save", tmp_path / "save", "--load", tmp_path / "save", "--ckpt-format", "torch"]
         sizes = ["--micro-batch-size", 1, "--global-batch-size", size, "--train-iters", iterations]
         return [*data, *sizes, "--seed", 7, "--seq-length", 1024, "--vocab-size", 1000, "--save-interval", 3]
@@ -97,3 +100,6 @@ def test_a_run_goes_on_to_its_end(mini: Any, corpora: Corpora, tmp_path: Path) -
     second = mini(*flags(2, 9), num_processes=1)
     assert second.status == 0, second.output
     assert sorted(second.steps()) == list(range(7, 10))
+    over = mini(*flags(2, 9), num_processes=1)
+    assert over.status == 0, over.output
+    assert not over.steps(), "a finished run that is started again trains nothing"
