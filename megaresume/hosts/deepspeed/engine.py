@@ -18,7 +18,7 @@ from megaresume.checkpoint.file_errors import OtherSaveError
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
 from megaresume.hosts.frozen import entries, left_out
-from megaresume.stream.errors import CheckpointError, UsageError
+from megaresume.stream.errors import CheckpointError, UsageError, listed
 
 
 def is_pipeline(engine: Any) -> bool:
@@ -70,6 +70,20 @@ def check_ranks(stage: int | None, before: Topology | None, ranks: int, tag: str
             cause="the job was started on another number of nodes or GPUs",
             action=f"start on {before.dp} ranks; or {begin_anew}. With FSDP, or DeepSpeed's engine in a loop of your "
             "own under megaresume.attach, a run resumes on any number of ranks",
+        )
+
+
+def check_random_ltd(engine: Any) -> None:
+    """Raise a UsageError if layers are wrapped for random-LTD already: DeepSpeed saves them under their names without
+    the wrapper, and loads by these names."""
+    wrapped = [name for name, module in engine.module.named_modules() if hasattr(module, "random_ltd_layer")]
+    if wrapped:
+        raise UsageError(
+            "DeepSpeed cannot load into layers that are wrapped for random-LTD",
+            found=f"wrapped layers: {listed(wrapped, 5)}",
+            expected="the model as it was before convert_to_random_ltd: in a checkpoint the layers have these names",
+            cause="convert_to_random_ltd was called before engine.load_checkpoint",
+            action="call engine.load_checkpoint(...) first, and then convert_to_random_ltd(engine, LAYER)",
         )
 
 

@@ -322,8 +322,10 @@ class EngineHost:
 
         Raises, on every rank:
             CheckpointError: see `elastic.conversion`; or DeepSpeed did not load it.
+            UsageError: see `engine.check_random_ltd`.
         """
         engine, tag, meeting = self.engine, None, Meeting("load_checkpoint()")
+        facts.check_random_ltd(engine)
 
         def read_tag(tag: str) -> Any:
             save_id = None if beside is None else beside.save_id

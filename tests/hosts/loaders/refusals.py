@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 import kit  # noqa: E402
 import torch.utils.data  # noqa: E402
 import toy  # noqa: E402
+from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd  # noqa: E402
 
 import megaresume  # noqa: E402
 from megaresume.hosts.deepspeed.attach import attach_loader  # noqa: E402
@@ -68,6 +69,38 @@ items = megaresume.DataLoader(torch.arange(10), batch_size=2)
 found["curriculum"] = toy.error_of(
     lambda: megaresume.attach(toy.engine_of(micro=2, batch=2, data_efficiency=curriculum), items)
 )
+
+
+def random_ltd(wraps: bool) -> list[str]:
+    routing = {"enabled": True, "random_ltd": LTD}
+    engine = toy.engine_of(micro=2, batch=2, data_efficiency={"enabled": True, "data_routing": routing})
+    if wraps:
+        convert_to_random_ltd(engine, torch.nn.Linear)
+    data = megaresume.attach(engine, megaresume.DataLoader(torch.zeros(10, 4, dtype=torch.int64), batch_size=2))
+    loaded = toy.error_of(lambda: engine.load_checkpoint(str(toy.ROOT / "random_ltd")))
+    if not wraps:
+        engine.backward(engine(next(data)).sum())
+        engine.step()
+        engine.save_checkpoint(str(toy.ROOT / "random_ltd"))
+    return loaded
+
+
+LTD = {
+    "enabled": True,
+    "total_layer_num": 2,
+    "random_ltd_layer_num": 1,
+    "random_ltd_layer_id": [1],
+    "model_mask_name": None,
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 4,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 4, "seq_per_step": 2},
+    },
+}
+found["random_ltd_begins"], found["random_ltd_resumes"], found["random_ltd"] = map(random_ltd, (False, False, True))
 without_accumulation = megaresume.DataLoader(torch.arange(10), batch_size=2)
 found["sizes"] = toy.error_of(lambda: megaresume.attach(toy.engine_of(micro=2, batch=4), without_accumulation))
 engine = toy.engine_of(micro=2, batch=2)
