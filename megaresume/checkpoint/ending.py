@@ -75,6 +75,12 @@ def before_end(function: Callable[[], object]) -> None:
     _before_end.append(function)
 
 
+def is_end_of_all() -> bool:
+    """In a function of `before_end`: whether an error that all ranks have ends the program, so that they still meet."""
+    error, distributed = getattr(sys, "last_value", None), sys.modules.get("torch.distributed")
+    return error is not None and is_known_to_all(error) and distributed is not None and distributed.is_initialized()
+
+
 def not_before_end(function: Callable[[], object]) -> None:
     """Withdraw `before_end`."""
     atexit.unregister(function)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megaresume import importing
+from megaresume.checkpoint.ending import is_end_of_all
 from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
@@ -559,12 +560,15 @@ class Background:
 
     def look_at_exit(self) -> None:
         """The same at the end of a program that did not wait."""
-        if self._flight is None or not is_rank_0():
+        if self._flight is None:
             return
         future, save = self._flight
         try:
-            _written(future, save)
-            self.look()
+            if save.part is not None and is_end_of_all():
+                self.settle()
+            elif is_rank_0():
+                _written(future, save)
+                self.look()
         except MegaresumeError as error:
             print(f"megaresume: error: {error}", file=sys.stderr, flush=True)
 

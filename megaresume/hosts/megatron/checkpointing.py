@@ -25,14 +25,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
-from megaresume.checkpoint.ending import before_end
+from megaresume.checkpoint.ending import before_end, is_end_of_all
 from megaresume.checkpoint.file_errors import is_damage, read_on_all_ranks, read_undamaged
 from megaresume.checkpoint.host import Restored
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.lock.lock import check_owned
-from megaresume.checkpoint.ranks import is_known_to_all, is_rank_0, on_all_ranks, on_rank_0
+from megaresume.checkpoint.ranks import is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.checkpoint.records.manifest import FileEntry
 from megaresume.checkpoint.records.names import megatron_tag
@@ -186,8 +184,7 @@ def _finish_before_end(async_utils: ModuleType | None) -> None:
     finalize = getattr(async_utils, "maybe_finalize_async_save", None)
 
     def finish() -> None:
-        error = getattr(sys, "last_value", None)
-        if finalize is not None and error is not None and is_known_to_all(error) and torch.distributed.is_initialized():
+        if finalize is not None and is_end_of_all():
             finalize(blocking=True)
 
     before_end(finish)

@@ -130,6 +130,33 @@ def test_the_disk_of_rank_0_is_lost_before_anything_was_copied() -> None:
     assert re.search("global_step4(, global_step2)? on node 1,", done.stdout)
 
 
+ENDED = """
+import functools, json, megaresume
+from megaresume.checkpoint import ending
+from megaresume.checkpoint.ranks import known_to_all
+from megaresume.stream.errors import StateError
+from tests.checkpoint.store import nodes
+
+megaresume.attach = functools.partial(megaresume.attach, writer="dcp_async")
+# in place of a kill: each rank ends at the step after the save of step 4
+nodes.is_told = lambda url, step: ending.end(known_to_all(StateError("something is refused")))
+cluster = nodes.Cluster(96)
+try:
+    assert cluster.start(2, 6, die=4) == [1, 1], cluster.said()
+    assert cluster.start(2, 6) == [0, 0], cluster.said()
+    print([json.loads((cluster.record / f"rank_{rank}").read_text().splitlines()[0])["start"] for rank in range(2)])
+finally:
+    cluster.close()
+"""
+
+
+def test_a_save_that_is_being_written_when_all_ranks_end() -> None:
+    """It counts: they commit each node's part of it first."""
+    done = _python("-c", ENDED)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "[4, 4]\n"
+
+
 CLONED = """
 import shutil
 from megaresume.checkpoint import system
