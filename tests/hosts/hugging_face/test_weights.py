@@ -58,14 +58,16 @@ def test_the_losses_are_those_of_a_run_that_nobody_stopped(
 
 def test_the_best_model_is_whole(tmp_path: Path) -> None:
     options = {"eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True, "save_steps": 5}
+    options |= {"metric_for_best_model": "earliness", "greater_is_better": True}
     model = mixtral()
-    trainer = make(tmp_path / "run", learning_rate=1.0, max_steps=12, **options)
+    trainer = make(tmp_path / "run", learning_rate=1e-2, max_steps=12, **options)
     trainer.eval_dataset = trainer.train_dataset
+    trainer.compute_metrics = lambda _: {"earliness": -trainer.state.global_step}
     trainer.model = trainer.model_wrapped = model
     megaresume.attach(trainer)
     trainer.train()
     best = trainer.state.best_model_checkpoint
-    assert best is not None and not best.endswith("-12")
+    assert best is not None and best.endswith("-5")
     whole = MixtralForCausalLM.from_pretrained(best).state_dict()
     assert all(torch.equal(weight, whole[name]) for name, weight in model.state_dict().items())
 
