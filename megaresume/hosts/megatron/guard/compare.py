@@ -23,6 +23,7 @@ from megaresume.hosts.megatron.guard.record import (
     Corpus,
     OrderRecord,
     Request,
+    contents_of,
 )
 from megaresume.stream.errors import StateError
 
@@ -206,7 +207,7 @@ def _blend(out: Comparison, record: BuilderRecord, request: Request, old: Blend,
                 "corpus" if same_path else "data-path",
                 problem[0],
                 problem[1],
-                f"bring back the files of {old_path}.bin/.idx" if same_path else restore,
+                _bring_back(components, old_path) if same_path else restore,
             )
     same, exact = _weights(old, new)
     if not same:
@@ -230,6 +231,12 @@ def _corpus(
     moved = old_path != new_path and os.path.realpath(old_path) != os.path.realpath(new_path)
     for component in components:
         first, end = component.documents
+        if component.contents is not None:
+            size, digest = component.contents
+            now = contents_of(new_path, size)
+            if now != component.contents:
+                return f"the first {size} bytes of {old_path} with hash {digest}", f"{new_path} {_other(now, size)}"
+            continue
         if corpus is None or component.lengths is None:
             if moved:
                 return f"{old_path}", f"{new_path}, whose documents cannot be compared"
@@ -256,6 +263,18 @@ def _corpus(
     if moved and components:
         out.notes.append(f"{new_path} holds the recorded documents of {old_path}")
     return None
+
+
+def _other(contents: tuple[int, str] | None, size: int) -> str:
+    if contents is None:
+        return "is not a file without .idx"
+    return f"with {contents[0]} bytes" if contents[0] < size else f"with other bytes there, of hash {contents[1]}"
+
+
+def _bring_back(components: Sequence[ComponentRecord], path: str) -> str:
+    if any(component.contents is not None for component in components):
+        return f"bring back the lines of {path} as they were; lines may be appended"
+    return f"bring back the files of {path}.bin/.idx"
 
 
 def _weights(old: Blend, new: Blend) -> tuple[bool, bool]:

@@ -36,6 +36,7 @@ from megaresume.hosts.megatron.guard.record import (
     Request,
     SplitRecord,
     array_digest,
+    contents_of,
     index_arrays,
 )
 from megaresume.stream.errors import ConfigError
@@ -110,6 +111,7 @@ def _component(request: Request, dataset: Any) -> ComponentRecord:
         built=part(dataset, str(path)),
         lengths=lengths,
         tokens=tokens,
+        contents=contents_of(path),
     )
 
 

@@ -6,7 +6,8 @@ OrderRecord      what a checkpoint carries
       ComponentRecord  one corpus in it: which documents, in which order
 
 Index arrays are hashed by value, so neither their dtype nor the version of Megatron that chose it matters. The
-documents of a corpus are identified by their lengths and a sample of their tokens, never by path.
+documents of a corpus are identified by their lengths and a sample of their tokens, those of a file without .idx (JSON
+lines) by a sample of its bytes, never by path.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ class ComponentRecord:
     tokens: str | None
     #: Additional epochs after the built ones, as far as they were needed.
     epochs: tuple[ArrayHashes, ...] = ()
+    #: Of a file without .idx, as JSON lines are: its size in bytes, and a hash of a sample of them; None: no such file.
+    contents: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,7 +354,7 @@ def index_arrays(dataset: Any) -> dict[str, Array]:
     return found
 
 
-#: Number of parts of the .bin to read, and the bytes of each: 1 MB in all, for any size of corpus.
+#: Number of parts of a file to read, and the bytes of each: 1 MiB in all, for any size of corpus.
 _PARTS = 64
 
 
@@ -419,14 +422,39 @@ class Corpus:
         start = int(self._pointers[first])
         stop = int(self._pointers[end - 1]) + int(self.lengths[end - 1]) * self.header.dtype.itemsize
         hasher = xxhash.xxh3_64(f"{self.header.dtype.str} {stop - start}".encode())
-        with open(self.path + ".bin", "rb") as file:
-            # int: evenly spread, the first at the start, the last at the end
-            for at in np.linspace(start, max(start, stop - _PART_BYTES), _PARTS).astype(np.int64):
-                file.seek(int(at))
-                hasher.update(file.read(min(_PART_BYTES, stop - int(at))))
-                if stop - start <= _PART_BYTES:
-                    break
+        _sample(hasher, self.path + ".bin", start, stop)
         return hasher.hexdigest()
+
+
+def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | None:
+    """The size in bytes of a file without .idx, and a hash of a sample of its bytes: of all of them, up to 1 MiB.
+
+    Bytes that are appended change nothing if the size before is passed.
+
+    Args:
+        path: of a corpus; None: generated data.
+        size: take only so many bytes from the start; None: all.
+
+    Returns:
+        None if there is no such file, or it has an .idx.
+    """
+    if path is None or not os.path.isfile(path) or os.path.isfile(path + ".idx"):
+        return None
+    found = os.path.getsize(path)
+    size = found if size is None else min(size, found)
+    hasher = xxhash.xxh3_64()
+    _sample(hasher, path, 0, size)
+    return size, hasher.hexdigest()
+
+
+def _sample(hasher: xxhash.xxh3_64, path: str, start: int, stop: int) -> None:
+    """Add parts of the bytes [start, stop) of a file: evenly spread, the first at the start, the last at the end."""
+    with open(path, "rb") as file:
+        for at in np.linspace(start, max(start, stop - _PART_BYTES), _PARTS).astype(np.int64):
+            file.seek(int(at))
+            hasher.update(file.read(min(_PART_BYTES, stop - int(at))))
+            if stop - start <= _PART_BYTES:
+                break
 
 
 def _map(idx: Path, dtype: str, offset: int, shape: tuple[int]) -> Any:

@@ -95,11 +95,25 @@ def dataset_class(name: str) -> Any:
         def __getitem__(self, index: int) -> dict[str, Any]:
             return {"tokens": self.dataset.get(int(self.indices[index % len(self.indices)]))}
 
+    class OfLines(WithoutIndex):
+        """As ``SFTDataset``: each line of a JSON lines file is a document."""
+
+        @staticmethod
+        def numel_low_level_dataset(lines: list[Any]) -> int:
+            return len(lines)
+
+        @staticmethod
+        def build_low_level_dataset(path: str, _: Any) -> list[Any]:
+            return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            return {"tokens": self.dataset[int(self.indices[index % len(self.indices)])]}
+
     if name == "BERT":
         from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset
 
         return BERTMaskedWordPieceDataset
-    own = {"WithRandomItems": WithRandomItems, "WithoutIndex": WithoutIndex}
+    own = {"WithRandomItems": WithRandomItems, "WithoutIndex": WithoutIndex, "OfLines": OfLines}
     return own.get(name) or getattr(gpt_dataset, name)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,53 @@ def test_a_record_that_cannot_be_read(build: Run, base: dict[str, Any], corpora:
     del record["builders"]
     with pytest.raises(StateError, match="lacks a field"):
         build(paths=corpora.paths, weights=WEIGHTS, loaded=record, samples=200)
+
+
+def lines_of(path: Path, lines: int, tokens: int) -> list[list[int]]:
+    """Write a JSON lines file of as many tokens a line, all lines different, and return the lines."""
+    made = [[number, *range(1000, 999 + tokens)] for number in range(100, 100 + lines)]
+    write_lines(path, made)
+    return made
+
+
+def write_lines(path: Path, lines: list[list[int]]) -> None:
+    """Write a JSON lines file."""
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+@pytest.mark.parametrize("tokens", [8, 8000])
+def test_the_lines_of_a_file(build: Run, tmp_path: Path, tokens: int) -> None:
+    """JSON lines: the file may grow and move, and nothing else. 3 KB are compared whole, 3 MB by a sample."""
+    path, moved = tmp_path / "chat.jsonl", tmp_path / "moved.jsonl"
+    lines = lines_of(path, 60, tokens)
+    size = path.stat().st_size
+    assert (size <= 1 << 20) == (tokens == 8)
+    spec: dict[str, Any] = {"paths": [str(path)], "dataset": "OfLines", "split": "90,10,0", "sizes": [100, 5, 0]}
+    base = build(**spec)
+    assert build(**spec, loaded=base["payload"], samples=200)["train"] == base["train"]
+    write_lines(path, [*lines, [1, 2], [3, 4]])
+    grown = build(**spec, loaded=base["payload"], samples=200)
+    assert grown["train"] == base["train"]
+    assert build(**spec, loaded=grown["payload"], samples=220)["train"] == base["train"]
+    write_lines(moved, lines)
+    there = build(**spec | {"paths": [str(moved)]}, loaded=base["payload"], samples=200)
+    assert there["train"] == base["train"]
+    assert f"{moved} holds the recorded documents of {path}" in there["output"]
+
+    recorded = f"the first {size} bytes of {path} with hash"
+    restore = f"bring back the lines of {path} as they were; lines may be appended"
+    write_lines(path, [*lines[30:], *lines[:30]])
+    refused(build, base, "from sample 200 on: corpus", recorded, f"{path} with other bytes there", restore, **spec)
+    write_lines(path, [*lines[:-2], [*lines[-2], 5], lines[-1]])
+    refused(build, base, recorded, f"{path} with other bytes there", restore, **spec)
+    write_lines(path, lines[:-1])
+    refused(build, base, recorded, f"{path} with {path.stat().st_size} bytes", restore, **spec)
+    write_lines(moved, lines[::-1])
+    refused(
+        build,
+        base,
+        recorded,
+        f"{moved} with other bytes there",
+        f"--data-path {path}",
+        **spec | {"paths": [str(moved)]},
+    )
