@@ -267,7 +267,7 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
             # Without a writer, torch imports fsspec in case the directory is in a store, and ends up with this writer.
             save(states, storage_writer=FileSystemWriter(directory), process_group=group)
             return None
-        # Copied before training continues: torch 2.4 itself copies only from other devices.
+        # Copied before training continues: torch itself may copy only from other devices.
         states = tree_map_only(torch.Tensor, lambda one: one.clone() if one.device.type == "cpu" else one, states)
         future: Future[Any] = async_save(  # type: ignore[assignment]
             states, checkpoint_id=directory, process_group=group

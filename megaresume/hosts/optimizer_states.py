@@ -391,13 +391,14 @@ def _places(shape: tuple[int, ...], shards: Any, parameter: Any) -> tuple[Any, l
     dims = shards if own else [getattr(place, "dim", None) for place in parameter.placements]
     if shape == tuple(parameter.shape) and not own:
         return mesh, list(parameter.placements)
-    tensors = _tensors_of_torch()
+    from torch.distributed.tensor import Replicate, Shard
+
     # A reduction over a dimension is not sharded in it.
     alike = [
         own or (len(shape) == parameter.ndim and one == full) for one, full in zip(shape, parameter.shape, strict=False)
     ]
     fits = [dim is not None and dim < len(alike) and alike[dim] for dim in dims]
-    return mesh, [tensors.Shard(dim) if is_one else tensors.Replicate() for dim, is_one in zip(dims, fits, strict=True)]
+    return mesh, [Shard(dim) if is_one else Replicate() for dim, is_one in zip(dims, fits, strict=True)]
 
 
 def _room(slot: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
@@ -413,19 +414,9 @@ def _room(slot: Mapping[str, Any], parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _distributed(one: torch.Tensor, mesh: Any, places: Sequence[Any]) -> torch.Tensor:
-    result: torch.Tensor = _tensors_of_torch().distribute_tensor(one.to(mesh.device_type), mesh, places)
-    return result
+    from torch.distributed.tensor import distribute_tensor
 
-
-def _tensors_of_torch() -> Any:
-    """torch's module of DTensors."""
-    import torch.distributed as dist
-
-    if not hasattr(dist, "tensor") or not hasattr(dist.tensor, "distribute_tensor"):
-        import torch.distributed._tensor as old  # torch 2.4
-
-        return old
-    return dist.tensor
+    return distribute_tensor(one.to(mesh.device_type), mesh, places)
 
 
 def _on(today: Any, saved: Any) -> Any:

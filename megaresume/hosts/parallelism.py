@@ -14,18 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.checkpoint.ranks import gather, known_to_all
 from megaresume.hosts.feeds import LEAVE_OUT
 from megaresume.hosts.left_out import living_objects
 from megaresume.stream.errors import UsageError, listed
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-except ImportError:  # torch 2.4 and 2.5
-    from torch.distributed._composable.fsdp import FSDPModule  # type: ignore[attr-defined]
 
 
 def check_averaged(modules: Iterable[torch.nn.Module], dp_size: int, context_parallel: int) -> None:

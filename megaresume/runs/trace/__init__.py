@@ -10,5 +10,4 @@ images.py          the pictures in samples as files
 formats.py         pieces as text, JSON lines and CSV by a compiled loop, or as a Parquet file
 ranks.py           compares the ranks' records with the stream; hashes the contents of samples and documents
 command.py         ``megaresume trace DIR``; ``megaresume verify DIR`` is `megaresume.runs.verify`
-command.py         ``megaresume trace DIR``; ``megaresume verify DIR`` is `megaresume.runs.verify`
 """

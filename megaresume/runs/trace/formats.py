@@ -87,7 +87,6 @@ def write_rows(out, head, row, between, tail, literals, bounds, samples, hashes,
     Args:
         out: uint8[enough], written.
         head, row, between, tail: programs; head and tail have no segment.
-        head, row, between, tail: programs; head and tail have no segment.
         literals, bounds: uint8[bytes], int64[literals + 1].
         samples: int64[n, k]. hashes: uint64[n]. segments: int64[s, c]. starts: int64[n + 1].
 
