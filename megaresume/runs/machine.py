@@ -28,8 +28,8 @@ _filesystem = partial(Check, "filesystem")
 
 #: package: (oldest version that megaresume declares, newest that its tests ran with), see docs/tried.md.
 TESTED = {
-    "torch": ("2.4", "2.15.0"),
-    "deepspeed": ("0.16", "0.19.8"),
+    "torch": ("2.6", "2.15.0"),
+    "deepspeed": ("0.16.4", "0.19.8"),
     "megatron-core": ("0.12", "0.19.0"),
 }
 _PYTHON = ((3, 11), (3, 13))

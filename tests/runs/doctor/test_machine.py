@@ -37,7 +37,7 @@ def test_tested_versions_are_those_of_the_tests() -> None:
 
 @pytest.mark.parametrize(
     ("version", "status"),
-    [("2.3.1", "problem"), ("2.4", "ok"), ("2.4.0+cu124", "ok"), ("2.15.0+cpu", "ok"), ("2.16.0.dev1", "warning")],
+    [("2.5.1", "problem"), ("2.6", "ok"), ("2.6.0+cu124", "ok"), ("2.15.0+cpu", "ok"), ("2.16.0.dev1", "warning")],
 )
 def test_versions(version: str, status: str) -> None:
     check = version_check("torch", version)
