@@ -77,8 +77,13 @@ def before_end(function: Callable[[], object]) -> None:
 
 def is_end_of_all() -> bool:
     """In a function of `before_end`: whether an error that all ranks have ends the program, so that they still meet."""
-    error, distributed = getattr(sys, "last_value", None), sys.modules.get("torch.distributed")
-    return error is not None and is_known_to_all(error) and distributed is not None and distributed.is_initialized()
+    error = getattr(sys, "last_value", None)
+    return error is not None and is_known_to_all(error) and _has_group()
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def not_before_end(function: Callable[[], object]) -> None:
@@ -94,8 +99,7 @@ def end(error: MegaresumeError) -> int:
         the exit status, if there is no process group; with one, the process ends here.
     """
     sys.last_value = error  # as Python does, if the launcher has not caught it
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+    if not _has_group():
         say(error)
         return 1
     try:
