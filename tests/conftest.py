@@ -18,8 +18,9 @@ pytest_plugins = ["tests.tiers", "tests.tokenizer", "tests.warm"]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Nothing is compiled here, and importing what compiles takes a third of the time that megatron-core takes to import.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Or each of a thousand processes would compile what it imports of megaresume.
+# Or each of a thousand processes would compile what it imports of megaresume, and each worker the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Derandomized: a run that fails in CI fails on the next machine too. No deadline: CI machines are slow and shared.
 settings.register_profile(
