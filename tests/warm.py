@@ -25,6 +25,7 @@ FORKED = (
     "benchmarks/test_benchmarks.py",
     "benchmarks/test_peers.py",
     "checkpoint/metrics/test_record.py",
+    "checkpoint/metrics/test_run.py",
     "checkpoint/metrics/test_trouble.py",
     "checkpoint/store/test_nodes.py",
     "checkpoint/store/test_position.py",

@@ -62,6 +62,12 @@ class Truth:
         return now
 
 
+def born() -> float:
+    """When this process began, by the kernel, which counts in hundredths of a second from when the machine did."""
+    began = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - began)
+
+
 def main(job: dict[str, Any]) -> None:
     """Train to ``until`` steps, or to a SIGKILL: after ``kill`` steps, or right after the checkpoint of a step."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -82,7 +88,7 @@ def main(job: dict[str, Any]) -> None:
     loop.load()
     truth = Truth(directory / f"truth.{job['attempt']}.{rank}")
     record = (directory / f"trained.{job['attempt']}.{rank}").open("a")
-    now = truth.note("startup", job["born"])
+    now = truth.note("startup", born())
     waited_for = "first"
     for batch in loop:
         now = truth.note(waited_for, now)

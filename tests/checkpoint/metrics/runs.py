@@ -90,7 +90,7 @@ class Chain:
         time.sleep(queue)
         port = str(free_port())
         born = time.time()
-        asked = {"directory": str(self.directory), "data": self.data, "attempt": len(self.lives) + 1, "born": born}
+        asked = {"directory": str(self.directory), "data": self.data, "attempt": len(self.lives) + 1}
         started = []
         for rank in range(ranks):
             of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
