@@ -476,6 +476,9 @@ def main() -> None:
     if "transformers" in sys.argv:
         with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module("transformers").Trainer  # noqa: B018  imports most of it
+    if deepspeed := sys.modules.get("deepspeed"):
+        # Or an engine on CPUs would compile it, for a minute, once on each machine; gloo does without.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     prepare_compiler()
     keep_operators()
     if not sys.argv[2:]:  # or this is a fork of one that has them
