@@ -182,6 +182,8 @@ def _install(module: ModuleType) -> None:
 def _trains_with_megatron(script: str) -> bool:
     """Whether Megatron trains, and its parser accepts our flags; otherwise Hugging Face's Trainer does.
 
+    pip's megatron-core may be there for other programs: it counts if the script imports it, or without transformers.
+
     Raises:
         SetupError: neither is available.
     """
@@ -190,16 +192,17 @@ def _trains_with_megatron(script: str) -> bool:
     imports_megatron = _imports(source, package_name())
     if not imports_megatron and any(_imports(source, package) for package in _WITH_TRAINER):
         return False
+    changes_path = any(words in source for words in _CHANGES_PATH)
     try:
-        find_project()
+        project = find_project()
     except SetupError:
         # Then it is found, or refused, when the script imports it.
-        if any(words in source for words in _CHANGES_PATH):
+        if changes_path:
             return True
         if imports_megatron or not hugging_face.is_here():
             raise
         return False
-    return True
+    return imports_megatron or changes_path or not (project.is_installed and hugging_face.is_here())
 
 
 def _imports(source: str, package: str) -> bool:

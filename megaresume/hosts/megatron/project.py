@@ -1,9 +1,9 @@
 """The kind and version of Megatron, told from the contents of its files, not their names, and without importing it.
 
 Unrelated projects share the name ``megatron``: Megatron-LM (``megatron.training.*`` next to ``megatron.core``), pip's
-megatron-core (``megatron.core`` alone), Megatron-DeepSpeed in two families and gpt-neox (where ``megatron.training`` is
-a module), Energon (``megatron.energon``). Several of them may be on one ``sys.path`` and share the namespace, so each
-module is looked up the way the import system would.
+megatron-core (the same from 0.17 on, and ``megatron.core`` alone before), Megatron-DeepSpeed in two families and
+gpt-neox (where ``megatron.training`` is a module), Energon (``megatron.energon``). Several of them may be on one
+``sys.path`` and share the namespace, so each module is looked up the way the import system would.
 """
 
 from __future__ import annotations
@@ -80,6 +80,11 @@ class Project:
     def at_least(self, major: int, minor: int) -> bool:
         """Whether the version is this one or later; development versions count as their release."""
         return parse_version(self.version) >= (major, minor)
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether pip has installed it as megatron-core, and it is not a checkout on the path."""
+        return any(self.root.glob("megatron_core-*.dist-info"))
 
     def __str__(self) -> str:
         return f"{self.kind} {self.version} in {self.root}"
@@ -240,7 +245,7 @@ def _refusal(package: str) -> SetupError:
         cause = "Megatron-LM before core 0.6 kept its training code in megatron/training.py"
     elif locate(f"{package}.core") or locate(f"{package}.core.package_info"):
         headline = f"no {package}.training: only megatron-core, the library, is there"
-        cause = "the launcher wraps the training scripts of Megatron-LM, and pip's megatron-core does not hold them"
+        cause = "the launcher wraps the code of Megatron-LM's scripts; pip's megatron-core has it from 0.17 on"
         action = "run from the checkout of Megatron-LM (PYTHONPATH=/path/to/Megatron-LM), or use megaresume.attach"
     elif locate(f"{package}.energon"):
         headline, cause = "no Megatron: only megatron-energon, the data loader", "PYTHONPATH does not name the checkout"

@@ -24,7 +24,8 @@ from megaresume.cluster.processes import LocalJob
 from megaresume.hosts.hugging_face_launch import SETTINGS_VARIABLE, take_flags
 from megaresume.stream.errors import UsageError
 from tests.hosts.hugging_face.program import ITEMS, make
-from tests.hosts.torch.record import ENVIRONMENT, items, lines, trained
+from tests.hosts.megatron.layouts import run_python, write_lm
+from tests.hosts.torch.record import ENVIRONMENT, ROOT, items, lines, trained
 
 PLAIN = Path(__file__).with_name("plain.py")
 
@@ -157,3 +158,19 @@ def test_a_script_that_changes_the_path(package: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import sys\n\nfrom {package} import Anything\n\nsys.path.insert(0, '.')\n")
     assert not run._trains_with_megatron(str(script))
+
+
+@pytest.mark.process
+def test_megatron_core_of_pip_says_nothing_of_a_script(tmp_path: Path) -> None:
+    root, script = write_lm(tmp_path, (0, 19)), tmp_path / "train.py"
+    script.write_text("from ours import main\n")
+    code = "import sys; from megaresume import run; print(run._trains_with_megatron(sys.argv[1]))"
+
+    def answer() -> str:
+        return run_python("-c", code, script, path=[root, ROOT]).stdout.strip()
+
+    assert answer() == "True"  # a checkout on the path
+    (root / "megatron_core-0.19.2.dist-info").mkdir()
+    assert answer() == "False"
+    script.write_text("from megatron.training import pretrain\n")
+    assert answer() == "True"
