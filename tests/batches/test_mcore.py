@@ -71,6 +71,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLaVAModel]:
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "cuda", lambda self: self)  # for the position ids of the vision model
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")  # for the losses, from megatron-core 0.18 on
         yield LLaVAModel(
             language_transformer_config=config(),
             language_transformer_layer_spec=language,

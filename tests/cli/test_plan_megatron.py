@@ -16,7 +16,7 @@ from megaresume.checkpoint.save.commit import begin_save, commit_save
 from megaresume.checkpoint.system import Topology
 from megaresume.program import main
 from tests.hosts.conftest import data_yaml  # noqa: F401  a fixture
-from tests.hosts.megatron.conftest import mini  # noqa: F401  a fixture
+from tests.hosts.megatron.conftest import mini, ramp_calculator  # noqa: F401  a fixture
 from tests.hosts.megatron.guard.conftest import Corpora, build, common_prefix, corpora  # noqa: F401  fixtures
 from tests.hosts.megatron.guard.loads import order_state
 
@@ -139,8 +139,6 @@ def test_real_runs_on_our_stream(mini: Any, data_yaml: Path, plan: Any, tmp_path
 
 def test_a_ramp_up_after_steps_of_another_size(plan: Any, data_yaml: Path, tmp_path: Path) -> None:  # noqa: F811
     """Megatron takes the size of a step from the samples trained so far, whatever the steps were that trained them."""
-    from megatron.core import num_microbatches_calculator as calculators
-
     save = tmp_path / "save"
     state = open_stream(data_yaml).state_at(60, batches=[(0, 12)])
     layout = Topology(dp=2, world_size=2, micro_batch_size=2, global_batch_size=12)
@@ -151,7 +149,7 @@ def test_a_ramp_up_after_steps_of_another_size(plan: Any, data_yaml: Path, tmp_p
     (save / "latest_checkpointed_iteration.txt").write_text("5")
     ramp = ("--rampup-batch-size", 8, 8, 132, "--global-batch-size", 24, "--train-iters", 20)
     report = plan("--data", data_yaml, *ramp)
-    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(24, 2, 2, False, 5, 8, 8, 132)
+    theirs = ramp_calculator(24, 2, 2, False, 5, 8, 8, 132)
     sample = 60
     for _ in range(15):
         theirs.update(sample, False)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megaresume.stream.batches import BatchSchedule, check_divides
 from megaresume.stream.dealing import in_parts, places_of
 from megaresume.stream.errors import StateError, UsageError
+from tests.hosts.megatron.conftest import ramp_calculator
 
 
 def _steps(schedule: BatchSchedule, num: int) -> list[tuple[int, int]]:
@@ -27,9 +28,7 @@ def _steps(schedule: BatchSchedule, num: int) -> list[tuple[int, int]]:
 
 def _megatron_steps(start: int, increment: int, ramp_samples: int, final: int, num: int) -> list[tuple[int, int]]:
     """The same from Megatron's calculator, asked as its training loop asks it."""
-    from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
-
-    calculator = RampupBatchsizeNumMicroBatchesCalculator(final, 1, 1, False, 1, start, increment, ramp_samples)
+    calculator = ramp_calculator(final, 1, 1, False, 1, start, increment, ramp_samples)
     steps, sample = [], 0
     for _ in range(num):
         calculator.update(sample, consistency_check=True)

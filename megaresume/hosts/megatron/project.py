@@ -8,6 +8,7 @@ gpt-neox (where ``megatron.training`` is a module), Energon (``megatron.energon`
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pkgutil
@@ -169,8 +170,9 @@ def _imported(name: str) -> ModuleSpec | None:
 def _below(name: str, path: list[str]) -> ModuleSpec | None:
     """The spec of a submodule in these places. Python's own finder would need the parent of a namespace imported."""
     for finder in sys.meta_path:
-        if finder is not PathFinder and (spec := ask(finder, name, path)) is not None:
-            return spec
+        with contextlib.suppress(KeyError):  # one that asks Python's own, as pytest's does
+            if finder is not PathFinder and (spec := ask(finder, name, path)) is not None:
+                return spec
     portions: list[str] = []
     for place in path:
         find = getattr(pkgutil.get_importer(place), "find_spec", None)

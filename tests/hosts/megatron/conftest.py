@@ -52,6 +52,14 @@ def global_batches(rows: list[dict[str, Any]]) -> dict[int, list[str]]:
     return steps
 
 
+def ramp_calculator(*numbers: Any) -> Any:
+    """Megatron's own calculator of ``--rampup-batch-size``; skips the test if this megatron-core has none."""
+    calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    if not hasattr(calculators, "RampupBatchsizeNumMicroBatchesCalculator"):
+        pytest.skip("megatron-core 0.18 and later ignore --rampup-batch-size")
+    return calculators.RampupBatchsizeNumMicroBatchesCalculator(*numbers)
+
+
 Mini = Callable[..., Run]
 
 

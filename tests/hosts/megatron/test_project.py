@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,8 +122,10 @@ def test_megatron_without_deepspeed_of_old(find, tmp_path):
         find(write_flat(tmp_path, "plain"))
 
 
-def test_locate_finds_what_python_would_import(install, tmp_path):
+def test_locate_finds_what_python_would_import(install, tmp_path, monkeypatch):
     install(write_lm(tmp_path, (0, 12)))
+    # another finder may ask Python's, which wants the parents of a namespace imported
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=PathFinder.find_spec), *sys.meta_path])
     samplers = tmp_path / "megatron" / "legacy" / "data" / "data_samplers.py"  # two namespaces down
     assert locate("megatron.legacy.data.data_samplers") == samplers
     assert locate("megatron.legacy.data") is None

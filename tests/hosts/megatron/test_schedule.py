@@ -12,8 +12,9 @@ import pytest
 from megaresume.hosts.megatron.arguments import schedule_from_args
 from megaresume.stream.batches import BatchSchedule
 from megaresume.stream.errors import UsageError
+from tests.hosts.megatron.conftest import ramp_calculator
 
-calculators = pytest.importorskip("megatron.core.num_microbatches_calculator")
+pytest.importorskip("megatron.core.num_microbatches_calculator")
 
 
 def compare(schedule: BatchSchedule, calculator: Any, num_steps: int) -> list[int]:
@@ -41,7 +42,7 @@ def compare(schedule: BatchSchedule, calculator: Any, num_steps: int) -> list[in
 )
 def test_rampup(rampup: tuple[int, int, int], final: int, micro: int) -> None:
     args = Namespace(rampup_batch_size=[str(n) for n in rampup], global_batch_size=final)
-    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(final, micro, 2, False, 1, *rampup)
+    theirs = ramp_calculator(final, micro, 2, False, 1, *rampup)
     sizes = compare(schedule_from_args(args), theirs, 3000)
     assert sizes[0] == rampup[0]
     assert sizes[-1] == final
@@ -52,7 +53,7 @@ def test_rampup_after_steps_of_another_size() -> None:
     args = Namespace(rampup_batch_size=[8, 8, 132], global_batch_size=24)
     differs = []
     for start in range(0, 240, 12):
-        theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(24, 4, 2, False, 1, 8, 8, 132)
+        theirs = ramp_calculator(24, 4, 2, False, 1, 8, 8, 132)
         schedule = schedule_from_args(args, start=start).resumed([(0, 12)], start)
         sample = start
         for _ in range(40):
@@ -73,7 +74,7 @@ def test_rampup_with_decreased_sizes(micro: int) -> None:
         micro_batch_size=micro,
         data_parallel_size=2,
     )
-    theirs = calculators.RampupBatchsizeNumMicroBatchesCalculator(128, micro, 2, True, 1, 16, 16, 2000)
+    theirs = ramp_calculator(128, micro, 2, True, 1, 16, 16, 2000)
     assert any(size % 16 for size in compare(schedule_from_args(args), theirs, 300))
 
 
