@@ -86,7 +86,7 @@ class ReadsSome(Protocol):
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A host whose checkpoints may lack weights that are not trained: an optional method of a `Host`."""
+    """A host whose checkpoints may lack weights: an optional method of a `Host`."""
 
     def check_frozen(self, recorded: Mapping[str, Any]) -> None:
         """Compare them with what the loaded checkpoint records, before the first step. Collective.

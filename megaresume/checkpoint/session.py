@@ -160,7 +160,7 @@ class Session:
         self.committed: tuple[int, DataState, Topology] | None = None
         #: duration of the last save in seconds; None if there was none. On rank 0.
         self.save_seconds: float | None = None
-        self._compare_frozen = compare_frozen
+        self.compare_frozen = compare_frozen
         #: what the loaded checkpoint records of frozen weights, until they are compared.
         self._frozen: Mapping[str, Any] | None = None
         self._position_every = position_every
@@ -337,7 +337,7 @@ class Session:
         now = self.host.topology()
         if self.random is not None:
             words = self.random.restore(choice, loaded.topology, now, seed=seed_of(state))
-        self._frozen = loaded.envelope.frozen if self._compare_frozen else None
+        self._frozen = loaded.envelope.frozen if self.compare_frozen else None
         self.settled_step = self.host.iteration()
         self.committed = self.settled_step, resumed_at, now
         self._starter.begin_at(self.settled_step, resumed_at.samples)

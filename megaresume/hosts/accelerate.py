@@ -54,7 +54,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, leaves_out, raising_last
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.frozen import FrozenWeights, entries, left_out, weights_of
+from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, left_out, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
@@ -249,13 +249,19 @@ class AcceleratorHost(TrainerHost):
         return {str(number): one for number, one in enumerate(self.trainer._models)}
 
     def _leaves_out(self, weights: Mapping[str, Any], *, excludes: bool) -> list[str]:
-        """The names of frozen weights that a save leaves out: see `FrozenWeights.note`."""
+        """The names of weights that a save leaves out: see `FrozenWeights.note`."""
+
+        def may_be_elsewhere() -> bool:
+            others = [one for one in self.trainer._custom_objects if one is not self.record]
+            return not self.session.compare_frozen or has_tensors(others)
+
         if (engine := engine_of(self.trainer)) is not None:
-            return leaves_out(engine, weights, excludes=excludes)
-        # Those of a program usually take all weights out of what is saved, and write those of an adapter themselves.
-        has_writers = backend_of(self.trainer) == "DDP" and bool(self.trainer._save_model_state_pre_hook)
-        modules = {} if has_writers else self._modules
-        return left_out(weights, lambda: entries({name: one.state_dict() for name, one in modules.items()}))
+            return leaves_out(engine, weights, excludes=excludes, may_be_elsewhere=may_be_elsewhere)
+        if backend_of(self.trainer) == "DDP" and self.trainer._save_model_state_pre_hook:
+            # Those of a program usually take all weights out of what is saved, and write some of them themselves.
+            return left_out(weights, tuple)
+        states = {name: one.state_dict() for name, one in self._modules.items()} if weights else {}
+        return left_out(weights, lambda: entries(states), self._optimizers, may_be_elsewhere=may_be_elsewhere)
 
     @property
     def _optimizers(self) -> list[Any]:

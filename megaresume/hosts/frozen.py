@@ -1,4 +1,4 @@
-"""Frozen weights that no checkpoint holds, such as the model below an adapter: does a resume find those of the run?
+"""Weights that no checkpoint holds, such as the model below an adapter: does a resume find those of the run?
 
 A save that leaves some out records their names, and for all tensors of one dtype and shape together their number, a
 projection and the sum of squares. These see every value, tell how much has changed, and are sums, so that they do not
@@ -9,6 +9,9 @@ load compares: see `FrozenWeights`.
     up to `EXACT`       the same
     up to `ROUNDING`    a warning: computed again on other hardware, or with another number of threads
     more                refused
+
+Weights that are trained are refused at the save, see `left_out`. Where a program may save them by itself, they are
+compared like the others.
 
 Values that cannot be read are counted and not compared: on the meta device, swapped out, divided in another way. Of
 tensors that differ between ranks without torch or DeepSpeed knowing it (pipeline stages, slices), rank 0's count.
@@ -25,10 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
-from megaresume.stream.errors import StateError, listed
+from megaresume.stream.errors import CheckpointError, StateError, listed
 
 #: "bfloat16[64, 64]" -> number of tensors, projection, sum of squares; None: some of them cannot be read.
 Summary = Mapping[str, Sequence[Any]]
@@ -51,7 +55,7 @@ class FrozenWeights:
     """Those of one run: recorded in a save that leaves them out, compared before the first step after a load.
 
     Args:
-        weights: returns the parameters of the models, by names that do not depend on the number of ranks.
+        weights: returns those of the models, by names that do not depend on the number of ranks.
         action: what to do about others, in the words of the trainer.
     """
 
@@ -91,7 +95,7 @@ class FrozenWeights:
 
 
 def weights_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """The parameters of modules, by name; tied ones by each of their names.
+    """The parameters and persistent buffers of modules, by name; tied ones by each of their names.
 
     FSDP1's are left out: they have another shape on each rank.
     """
@@ -99,28 +103,87 @@ def weights_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor
         f"{name}.{saved_name(key)}": one
         for name, module in modules.items()
         if not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
-        for key, one in module.named_parameters(remove_duplicate=False)
+        for key, one in (*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module))
     }
 
 
+def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for key, one in part.named_buffers(recurse=False):
+            if key not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{key}" if prefix else key, one
+
+
 def saved_name(key: str) -> str:
-    """The name of a parameter, or of its entry in a state, without what wrappers add."""
+    """The name of a weight, or of its entry in a state, without what wrappers add."""
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def left_out(weights: Mapping[str, torch.Tensor], saved: Callable[[], Iterable[str]]) -> list[str]:
-    """The names of frozen weights of which a state has no entry. Tied ones come once.
+def left_out(
+    weights: Mapping[str, torch.Tensor],
+    saved: Callable[[], Iterable[str]],
+    optimizers: Iterable[Any] = (),
+    *,
+    may_be_elsewhere: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """The names of weights of which a state has no entry. Tied ones come once.
 
     Args:
         weights: see `weights_of`.
-        saved: returns the names of its entries, as those of the weights; not called if no weight is frozen.
+        saved: returns the names of its entries, as those of the weights; not called if there are no weights.
+        optimizers: what trains the weights. One without a state, such as SGD without momentum, shows only by gradients
+            which ones it trains.
+        may_be_elsewhere: whether the program, or something else in the checkpoint, may hold weights that are trained.
+
+    Raises, on rank 0:
+        CheckpointError: some of them are trained. If the state has entries of other names, which may hold them, or if
+            they may be elsewhere, this is a warning.
     """
-    if all(one.requires_grad for one in weights.values()):
+    if not weights:
         return []
     names = set(saved())
     there = {id(one) for name, one in weights.items() if name in names}
-    lost = {id(one): name for name, one in weights.items() if not one.requires_grad and id(one) not in there}
+    lost = {id(one): name for name, one in weights.items() if id(one) not in there}
+    if lost and is_rank_0() and (trained := [name for key, name in lost.items() if key in _trained(optimizers)]):
+        words = listed([name.partition(".")[2] for name in trained], 3)
+        if names.issubset(weights) and not may_be_elsewhere():
+            raise CheckpointError(
+                "the checkpoint lacks weights that are trained",
+                found=f"a state without {words}",
+                expected="every parameter that the optimizer changes",
+                cause="the state_dict of the model leaves them out: every resume would start them afresh",
+                action="a state_dict with them; or requires_grad_(False), if they need not be trained; or, if the "
+                "program saves and restores them by itself: megaresume.Checkpoints(compare_frozen=False)",
+            )
+        _warn(
+            f"megaresume: WARNING: the state of the model lacks weights that are trained: {words}. Unless the program "
+            "saves and restores them by itself, every resume would start them afresh"
+        )
     return list(lost.values())
+
+
+def _trained(optimizers: Iterable[Any]) -> set[int]:
+    """The ``id`` of each parameter that these optimizers of torch's have changed, as far as it shows."""
+    return {
+        id(one)
+        for optimizer in optimizers
+        if isinstance(optimizer, torch.optim.Optimizer)
+        for group in optimizer.param_groups
+        for one in group["params"]
+        if one.requires_grad and (optimizer.state.get(one) or one.grad is not None)
+    }
+
+
+@cache
+def _warn(words: str) -> None:
+    """Print it, once."""
+    print(words, flush=True)
+
+
+def has_tensors(objects: Iterable[Any]) -> bool:
+    """Whether the state of one of these has a tensor that is more than a number."""
+    leaves = tree_leaves([one.state_dict() for one in objects])
+    return any(isinstance(leaf, torch.Tensor) and leaf.numel() > 1 for leaf in leaves)
 
 
 def entries(states: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -203,17 +266,18 @@ def check_frozen(saved: Summary, now: Summary, *, action: str) -> None:
     changes = {kind: _change(saved.get(kind), now.get(kind)) for kind in sorted({*saved, *now})}
     if others := [kind for kind, change in changes.items() if change > ROUNDING]:
         raise StateError(
-            "the frozen weights are not those that the run was trained with",
+            "the weights that no checkpoint holds are not those that the run was trained with",
             found=listed([_words(kind, now[kind], changes[kind]) for kind in others if kind in now], 4) or "none",
             expected=(listed([_words(kind, saved[kind]) for kind in others if kind in saved], 4) or "none")
             + ", as when the run saved",
-            cause="no checkpoint holds them, and the model was made otherwise than then: another revision, dtype or "
-            "quantization; or with random numbers (a layer that its files lack; init_lora_weights='pissa_niter_4')",
+            cause="the model was made otherwise than then: another revision, dtype or quantization; or with random "
+            "numbers (a layer that its files lack; init_lora_weights='pissa_niter_4'); or the run has changed them, "
+            "and what it saves leaves them out",
             action=action,
         )
     if (most := max(changes.values(), default=0.0)) > EXACT and is_rank_0():
         print(
-            f"megaresume: WARNING: frozen weights, which no checkpoint holds, differ by {100 * most:.0e} % from "
+            f"megaresume: WARNING: weights that no checkpoint holds differ by {100 * most:.0e} % from "
             "those that the run was trained with, as if computed on other hardware or with another number of threads: "
             "losses will not be the same to the last bit",
             flush=True,

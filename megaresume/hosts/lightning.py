@@ -68,6 +68,7 @@ from megaresume.hosts.lightning_trainer import (
     link,
     make_room,
     not_made,
+    saves_itself,
 )
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
@@ -132,7 +133,7 @@ class LightningHost(TrainerHost):
         self.is_open = False
         #: what the Trainer reads from, once a fit has begun.
         self.batches: CountedBatches | None = None
-        self.frozen = FrozenWeights(lambda: weights_of({"0": trainer.lightning_module}))
+        self.frozen = FrozenWeights(lambda: weights_of({"0": trainer.model}))
         self._asked: Any = None
         #: optimizer steps counted by Lightning when the last step of the data was done.
         self._counted = 0
@@ -466,11 +467,19 @@ class LightningHost(TrainerHost):
         """Write the file that Lightning would write, including the data state: for `Session.save`."""
         file, trainer = save.tag_dir / FILE, self.trainer
 
+        def may_be_elsewhere() -> bool:
+            return not self.session.compare_frozen or saves_itself(trainer)
+
         def lacks(weights: Mapping[str, Any]) -> list[str]:
             if self.engine is not None:
                 excludes = getattr(trainer.strategy, "exclude_frozen_parameters", False)
-                return facts.leaves_out(self.engine, weights, excludes=excludes)
-            return left_out(weights, lambda: entries({"0": state["state_dict"]}))
+                return facts.leaves_out(self.engine, weights, excludes=excludes, may_be_elsewhere=may_be_elsewhere)
+            return left_out(
+                weights,
+                lambda: entries({"0": state["state_dict"]}),
+                trainer.optimizers,
+                may_be_elsewhere=may_be_elsewhere,
+            )
 
         def write_file() -> None:
             with facts.raising_last(self.engine):

@@ -1,6 +1,7 @@
 """Lightning's Trainer, as needed by its host.
 
 check_trainer, check_fit, check_kind    refuse settings that would change the data, or are not known to work
+saves_itself                            whether the program may save weights in a hook
 CountedBatches                          what it reads from
 callback_of                             reports its steps
 exactly, make_room, link                the paths that it saves to: links to the file of a complete checkpoint, which
@@ -194,6 +195,14 @@ def check_kind(strategy: Any, choice: Choice, engine: Any, begin_anew: str) -> N
             cause="Trainer(strategy=...) was changed between save and resume",
             action=f"train with the strategy that wrote it; or {begin_anew}",
         )
+
+
+def saves_itself(trainer: Any) -> bool:
+    """Whether an ``on_save_checkpoint`` that is not Lightning's own, and may put weights somewhere else, is called."""
+    owners = [trainer.lightning_module, trainer.datamodule, *trainer.callbacks]
+    hooks = [getattr(type(one), "on_save_checkpoint", None) for one in owners]
+    own = ("lightning.", "pytorch_lightning.", "megaresume.")
+    return any(hook is not None and not hook.__module__.startswith(own) for hook in hooks)
 
 
 def _of_callbacks(trainer: Any, kinds: Any) -> dict[str, tuple[Any, str]]:

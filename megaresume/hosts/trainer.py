@@ -84,7 +84,7 @@ class TrainerHost(Host):
     session: Session
     #: the writer of checkpoints that are written while training continues; None if there is none.
     background: Background | None = None
-    #: frozen weights that checkpoints may lack, see `FrozenWeights.note`; None: they hold all.
+    #: weights that checkpoints may lack, see `FrozenWeights.note`; None: they hold all.
     frozen: FrozenWeights | None = None
     #: whether `check_first_save` was called.
     is_save_checked = False

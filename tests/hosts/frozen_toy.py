@@ -1,6 +1,6 @@
-"""Trains a layer below which others are frozen, and in no checkpoint. See test_frozen.py.
+"""Trains a layer below which another one is frozen, or trained too, and in no checkpoint. See test_frozen.py.
 
-frozen_toy.py HOST ROOT          for each of its ways: a life, one with other frozen weights, one as before
+frozen_toy.py HOST ROOT          for each of its ways: a life, one with another lower layer, one as before
 frozen_toy.py HOST ROOT again    the last two of them alone, perhaps on other ranks
 
 Each prints what became of it: the losses of its steps, or the headline of the refusal.
@@ -21,18 +21,18 @@ from torch import nn
 import megaresume
 from megaresume import Checkpoints, DataLoader
 from megaresume.hosts import frozen
-from megaresume.stream.errors import StateError
+from megaresume.stream.errors import CheckpointError, StateError
 
 BEFORE, AFTER = 3, 5
 
 
 class Net(nn.Module):
-    """Holds all its weights; ``seed`` makes the frozen ones."""
+    """Holds all its weights; ``seed`` makes the lower ones, which are frozen unless the way is "trained"."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, way: str) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.base = nn.Linear(4, 4).requires_grad_(way.startswith("trained"))
         torch.manual_seed(0)
         self.head = nn.Linear(4, 1)
 
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 class Light(Net):
-    """Leaves the frozen ones out of its state, and does not miss them in another one."""
+    """Leaves the lower ones out of its state, and does not miss them in another one."""
 
     def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
         state = super().state_dict(*args, **more)
@@ -51,6 +51,12 @@ class Light(Net):
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         return super().load_state_dict(state_dict, strict=False, assign=assign)
+
+
+def optimizer_of(model: nn.Module, way: str) -> torch.optim.Optimizer:
+    """SGD has no state that would show what it trains."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    return torch.optim.Adam(trained, 1e-3) if way == "trained" else torch.optim.SGD(trained, 1e-3)
 
 
 def loader() -> DataLoader:
@@ -67,14 +73,14 @@ def trains(batches: Iterable[Any], steps: int, step: Callable[[Any], torch.Tenso
 
 
 def loop(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoints) -> Any:
-    model: Any = (Net if way == "whole" else Light)(seed)
+    model: Any = (Net if way == "whole" else Light)(seed, way)
     if way == "whole":
         model = nn.parallel.DistributedDataParallel(model)
     elif dist.get_world_size() > 1:
         from torch.distributed.fsdp import fully_shard
 
         fully_shard(model)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 1e-3)
+    optimizer = optimizer_of(model, way)
     objects = {"model": model, "optimizer": optimizer}
     loop = megaresume.attach(objects, loader(), checkpoints=checkpoints)
 
@@ -101,20 +107,20 @@ def loop(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoints) 
 def deepspeed(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoints) -> Any:
     import deepspeed
 
-    model = (Light if way == "light" else Net)(seed)
-    stage = int(way) if way.isdecimal() else {"whole": 2, "light": 1}[way]
+    model = (Net if way.isdecimal() or way == "whole" else Light)(seed, way)
+    stage = int(way) if way.isdecimal() else {"whole": 2, "light": 1, "trained": 0, "trained-unseen": 2}[way]
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {"stage": stage},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": stage > 0 or way == "0"},
     }
     trained = [one for one in model.parameters() if one.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config)
     data = megaresume.attach(engine, loader(), checkpoints=checkpoints)
 
     def step(batch: Any) -> torch.Tensor:
-        loss = engine(batch.bfloat16())
+        loss = engine(batch.to(next(model.parameters()).dtype))
         engine.backward(loss)
         engine.step()
         return loss  # type: ignore[no-any-return]
@@ -132,8 +138,8 @@ def accelerate(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpo
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model: Any = Net(seed)
-    optimizer: Any = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 1e-3)
+    model: Any = (Light if way == "trained" else Net)(seed, way)
+    optimizer: Any = optimizer_of(model, way)
     model, optimizer = accelerator.prepare(model, optimizer)
 
     def save(models: list[Any], weights: list[Any], directory: str) -> None:
@@ -146,7 +152,7 @@ def accelerate(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpo
     def load(models: list[Any], directory: str) -> None:
         accelerator.unwrap_model(models.pop()).head.load_state_dict(torch.load(Path(directory, "head.pt")))
 
-    if way != "whole":
+    if way not in ("whole", "trained"):
         accelerator.register_save_state_pre_hook(save)
         accelerator.register_load_state_pre_hook(load)
     loop = megaresume.attach(accelerator, loader(), checkpoints=checkpoints)
@@ -159,7 +165,7 @@ def accelerate(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpo
         return loss  # type: ignore[no-any-return]
 
     try:
-        accelerator.load_state()
+        accelerator.load_state(strict=False)
         losses = trains(loop, steps, step, lambda: loop.step)
         accelerator.save_state()
     finally:
@@ -175,7 +181,7 @@ def lightning(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoi
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = (Light if way == "light" else Net)(seed)
+            self.net = (Light if way in ("light", "trained") else Net)(seed, way)
             self.strict_loading = False
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
@@ -184,12 +190,12 @@ def lightning(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoi
             return loss
 
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.net.head.parameters(), 1e-3)
+            return optimizer_of(self.net, way)
 
+    class Hooked(Module):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-            if way == "hook":
-                state = checkpoint["state_dict"]
-                checkpoint["state_dict"] = {name: one for name, one in state.items() if "base." not in name}
+            state = checkpoint["state_dict"]
+            checkpoint["state_dict"] = {name: one for name, one in state.items() if "base." not in name}
 
     saves = L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=steps, dirpath=root / "own")
     trainer = L.Trainer(
@@ -203,15 +209,15 @@ def lightning(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoi
         enable_model_summary=False,
     )
     megaresume.attach(trainer, checkpoints=checkpoints)
-    trainer.fit(Module(), loader(), ckpt_path="last")
+    trainer.fit((Hooked if way in ("hook", "trained-unseen") else Module)(), loader(), ckpt_path="last")
     return losses
 
 
 WAYS = {
-    loop: ("fsdp2", "off", "teacher", "whole"),
-    deepspeed: ("0", "2", "3", "light", "whole"),
-    accelerate: ("hooks", "whole"),
-    lightning: ("light", "hook", "whole"),
+    loop: ("fsdp2", "off", "teacher", "whole", "trained", "trained-unseen"),
+    deepspeed: ("0", "2", "3", "light", "whole", "trained", "trained-unseen"),
+    accelerate: ("hooks", "whole", "trained", "trained-unseen"),
+    lightning: ("light", "hook", "whole", "trained", "trained-unseen"),
 }
 
 
@@ -234,7 +240,7 @@ def main(name: str, root: Path, *again: str) -> None:
             count = 0
             try:
                 found.append([train(directory, way, seed, steps, checkpoints), count])
-            except StateError as error:
+            except (CheckpointError, StateError) as error:
                 found.append([error.headline, count])
         if dist.get_rank() == 0:
             print(f"RESULT {way} {json.dumps(found)}", flush=True)

@@ -1,4 +1,4 @@
-"""Frozen weights that a program leaves out of its checkpoints, on two ranks; frozen_toy.py trains, this looks.
+"""Weights that a program leaves out of its checkpoints, on two ranks; frozen_toy.py trains, this looks.
 
 Hugging Face's Trainer, and the sums themselves: tests/hosts/hugging_face/test_frozen.py.
 """
@@ -14,7 +14,8 @@ import pytest
 from tests.hosts.frozen_toy import AFTER, BEFORE
 
 PROGRAM = Path(__file__).with_name("frozen_toy.py")
-REFUSED = "the frozen weights are not those that the run was trained with"
+REFUSED = "the weights that no checkpoint holds are not those that the run was trained with"
+REFUSED_AT_SAVE = "the checkpoint lacks weights that are trained"
 
 
 def results(launch: Any, *arguments: object, num_processes: int = 2) -> dict[str, Any]:
@@ -26,7 +27,14 @@ def results(launch: Any, *arguments: object, num_processes: int = 2) -> dict[str
 
 
 def check(found: dict[str, Any]) -> None:
-    """Others are refused, and the run goes on with the same ones; nothing is summed up of what is saved."""
+    """Others are refused, and the run goes on with the same ones; nothing is summed up of what is saved.
+
+    Trained ones are refused in the save; at the latest, unless the program restores them, in the first load.
+    """
+    assert [life[0] for life in found.pop("trained")] == [REFUSED_AT_SAVE] * 3
+    first, *others = found.pop("trained-unseen")
+    assert len(first[0]) == BEFORE
+    assert [life[0] for life in others] == [REFUSED] * 2
     whole = found.pop("whole")
     assert [(len(losses), sums) for losses, sums in whole[:2]] == [(BEFORE, 0), (AFTER - BEFORE, 0)]
     for way, (first, other, same) in found.items():

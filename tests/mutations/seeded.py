@@ -499,21 +499,39 @@ THE_FROZEN = (
     ),
     Mutation(
         "record no frozen weights of a loop",
-        "self.frozen.note(save, lambda weights: left_out(weights, lambda: entries(self.objects.model_states())))",
+        "self.frozen.note(save, self._leaves_out)",
         "pass",
         FROZEN,
     ),
     Mutation(
         "record no frozen weights of an engine",
-        "    if excludes:\n        return left_out(weights, tuple)\n",
+        "        if excludes:\n            return there - frozen\n",
         "",
         FROZEN,
     ),
     Mutation(
         "sum up frozen weights that are saved",
-        "if not one.requires_grad and id(one) not in there}",
-        "if not one.requires_grad}",
+        "for name, one in weights.items() if id(one) not in there}",
+        "for name, one in weights.items()}",
         FROZEN,
+    ),
+    Mutation(
+        "leave out trained weights of a loop",
+        "            self._optimizers,\n            may_be_elsewhere=lambda: not self.session.compare_frozen or",
+        "            (),\n            may_be_elsewhere=lambda: not self.session.compare_frozen or",
+        FROZEN,
+    ),
+    Mutation(
+        "refuse frozen weights that may have another name",
+        "if names.issubset(weights) and not may_be_elsewhere():",
+        "if not may_be_elsewhere():",
+        FROZEN_SUMS,
+    ),
+    Mutation(
+        "let PEFT leave out frozen weights that are trained",
+        "            check_adapter(self.trainer, save.tag_dir)\n",
+        "",
+        FROZEN_SUMS,
     ),
 )
 

@@ -8,7 +8,7 @@
     order     the order of Megatron's own datasets, as recorded by the guard
     loader    what is known about the states of a third-party loader; the states are files beside the checkpoint
 
-A checkpoint that lacks frozen weights also has ``frozen``, what is known of them.
+A checkpoint that lacks weights also has ``frozen``, what is known of them.
 
 The envelope is stored twice: inside the checkpoint, in a file that the framework writes (with the weights, or a
 separate one: Trainer's trainer_state.json, VeRL's data.pt), and beside it in the step file. Both must be equal. Only a
@@ -99,7 +99,7 @@ class Envelope:
     iteration: int
     #: the trainer and its version: ``megatron-lm 0.16.1``.
     framework: str = "unknown"
-    #: frozen weights that the checkpoint lacks: see `megaresume.hosts.frozen`. None: it lacks none.
+    #: weights that the checkpoint lacks: see `megaresume.hosts.frozen`. None: it lacks none.
     frozen: Mapping[str, Any] | None = None
 
     @property

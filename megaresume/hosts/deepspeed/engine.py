@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megaresume.checkpoint.file_errors import OtherSaveError
@@ -170,19 +171,33 @@ def model_file(engine: Any, tag_dir: Path) -> Path:
         return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
 
 
-def leaves_out(engine: Any, weights: Mapping[str, Any], *, excludes: bool, name: str = "0") -> list[str]:
-    """The names of frozen weights that ``save_checkpoint`` leaves out: see `left_out`.
+def leaves_out(
+    engine: Any,
+    weights: Mapping[str, Any],
+    *,
+    excludes: bool,
+    name: str = "0",
+    may_be_elsewhere: Callable[[], bool] = lambda: False,
+) -> list[str]:
+    """The names of weights that ``save_checkpoint`` leaves out: see `left_out`.
 
     Args:
-        weights: those of the engine.
+        weights, may_be_elsewhere: see `left_out`.
         excludes: its ``exclude_frozen_parameters``.
         name: of the engine among the modules, see `weights_of`.
     """
-    if excludes:
-        return left_out(weights, tuple)
-    if is_pipeline(engine) or zero_stage(engine) > 1:  # layers by themselves; ZeRO's parts, whatever state_dict returns
-        return []
-    return left_out(weights, lambda: entries({name: engine.module.state_dict()}))
+
+    def saved() -> set[str]:
+        stage = zero_stage(engine)
+        frozen = {key for key, one in weights.items() if isinstance(one, torch.nn.Parameter) and not one.requires_grad}
+        # Layers by themselves, or ZeRO's parts, whatever state_dict returns; of stage 2, those of frozen ones.
+        is_whole = is_pipeline(engine) or stage > 2
+        there = set(weights) if is_whole else set(entries({name: engine.module.state_dict()}))
+        if excludes:
+            return there - frozen
+        return there | frozen if stage == 2 else there
+
+    return left_out(weights, saved, [engine.optimizer], may_be_elsewhere=may_be_elsewhere)
 
 
 def set_batch_size(engine: Any, size: int) -> None:

@@ -230,7 +230,13 @@ class EngineHost:
                 warn_of_scheduler(self.engine, {name: one for name, one in client_state.items() if name != KEY})
 
         def write_files(save: Save) -> Any:
-            self._frozen.note(save, functools.partial(facts.leaves_out, self.engine, excludes=excludes))
+            lacks = functools.partial(
+                facts.leaves_out,
+                self.engine,
+                excludes=excludes,
+                may_be_elsewhere=lambda: not session.compare_frozen or bool(client_state),
+            )
+            self._frozen.note(save, lacks)
             state = {**client_state, KEY: save.envelope.to_dict()}
             with facts.stamped(self.engine, save.save_id), facts.failing_late(self.engine) as errors:
                 result = write(tag=save.tag, client_state=state, save_latest=False)

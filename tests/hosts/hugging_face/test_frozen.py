@@ -25,7 +25,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megaresume
-from megaresume.hosts.frozen import FrozenWeights, below_adapters, check_frozen, left_out, summarize
+from megaresume.hosts.frozen import (
+    FrozenWeights,
+    below_adapters,
+    check_frozen,
+    entries,
+    left_out,
+    summarize,
+    weights_of,
+)
 from megaresume.hosts.hugging_face_weights import check_adapter
 from megaresume.stream.errors import CheckpointError, StateError
 from tests.hosts.hugging_face.program import BASE, Recorder, make
@@ -144,7 +152,9 @@ def test_the_same_frozen_weights_resume(tmp_path: Path) -> None:
 )
 def test_other_frozen_weights_are_refused(tmp_path: Path, other: dict[str, Any], said: str) -> None:
     cut(tmp_path / "run", adapted())
-    with pytest.raises(StateError, match=rf"frozen weights are not those(.|\n)*{said}(.|\n)*compare_frozen=False"):
+    with pytest.raises(
+        StateError, match=rf"weights that no checkpoint holds are not those(.|\n)*{said}(.|\n)*compare_frozen=False"
+    ):
         run(tmp_path / "run", adapted(**other), attempt=2)
     assert all(step <= 7 for step in losses(tmp_path / "run"))
     run(tmp_path / "run", adapted(**other), attempt=3, compare=False)
@@ -153,7 +163,7 @@ def test_other_frozen_weights_are_refused(tmp_path: Path, other: dict[str, Any],
 def test_rounding_is_a_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cut(tmp_path / "run", adapted())
     run(tmp_path / "run", adapted(scale=1.0001), attempt=2)
-    assert "WARNING: frozen weights, which no checkpoint holds, differ by 1e-02 %" in capfd.readouterr().out
+    assert "WARNING: weights that no checkpoint holds differ by 1e-02 %" in capfd.readouterr().out
 
 
 def doubled(layer: nn.Module) -> None:
@@ -163,7 +173,7 @@ def doubled(layer: nn.Module) -> None:
 
 def test_another_teacher_is_refused(tmp_path: Path) -> None:
     cut(tmp_path / "run", adapted(), teacher=nn.Linear(3, 3))
-    with pytest.raises(StateError, match=r"frozen weights are not those(.|\n)*float32\[3, 3\]"):
+    with pytest.raises(StateError, match=r"weights that no checkpoint holds are not those(.|\n)*float32\[3, 3\]"):
         run(tmp_path / "run", adapted(), teacher=nn.Linear(3, 3).requires_grad_(False).apply(doubled), attempt=2)
 
 
@@ -186,6 +196,25 @@ def test_a_trained_weight_that_peft_does_not_save_is_refused(tmp_path: Path) -> 
         check_adapter(trainer, tmp_path)
     save_file({"base_model.model.1.base_layer.bias": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     check_adapter(trainer, tmp_path)
+
+
+def test_a_whole_save_without_a_trained_weight_is_refused(tmp_path: Path) -> None:
+    """The Trainer writes what PEFT would; no checkpoint counts."""
+    model = adapted()
+    model.base_model.model[1].base_layer.bias.requires_grad_(True)
+
+    def save(output_dir: str, state_dict: Any = None) -> None:
+        names = [name for name in model.state_dict() if "base_layer" not in name]
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        save_file({name: model.state_dict()[name] for name in names}, Path(output_dir, "adapter_model.safetensors"))
+
+    trainer = make(tmp_path / "run", max_steps=12)
+    trainer.model = trainer.model_wrapped = model
+    trainer._save = save  # type: ignore[method-assign]
+    megaresume.attach(trainer)
+    with pytest.raises(CheckpointError, match=r"lacks weights that are trained(.|\n)*base_layer\.bias"):
+        trainer.train()
+    assert not list((tmp_path / "run" / "megaresume").glob("*.manifest*"))
 
 
 def test_other_models_have_no_adapters() -> None:
@@ -239,6 +268,54 @@ def test_a_tied_weight_is_there_by_any_of_its_names() -> None:
     one, two = (nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(2))
     weights = {"a": one, "b": one, "c": two, "d": two}
     assert left_out(weights, lambda: ["b"]) == ["d"]
+
+
+def stepped(net: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+    optimizer = kind(net.parameters(), 0.1)  # type: ignore[call-arg]
+    net(torch.ones(2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def test_a_trained_weight_that_a_state_leaves_out_is_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    """A state with other names may hold it, or something else may: then it is a warning, and compared at a load."""
+    net = nn.Linear(2, 2)
+    weights = weights_of({"0": net})
+    adam, sgd = stepped(net, torch.optim.Adam), stepped(net, torch.optim.SGD)
+    with pytest.raises(CheckpointError, match=r"a state without weight\n(.|\n)*compare_frozen=False"):
+        left_out(weights, lambda: ["0.bias"], [adam])
+    assert left_out(weights, lambda: ["0.bias"], [sgd]) == ["0.weight"]  # which shows nothing
+    net.weight.grad = torch.ones(2, 2)
+    with pytest.raises(CheckpointError):
+        left_out(weights, lambda: ["0.bias"], [sgd])
+    assert "WARNING" not in capfd.readouterr().out
+    assert left_out(weights, lambda: ["0.bias", "0.other"], [adam]) == ["0.weight"]
+    assert "WARNING: the state of the model lacks weights that are trained: weight." in capfd.readouterr().out
+    assert left_out(weights, list, [adam], may_be_elsewhere=lambda: True) == ["0.weight", "0.bias"]
+    assert "lacks weights that are trained: weight, bias." in capfd.readouterr().out
+    net.weight.requires_grad_(False)
+    assert left_out(weights, lambda: ["0.bias"], [adam]) == ["0.weight"]
+    assert "WARNING" not in capfd.readouterr().out
+
+
+def test_an_untrained_weight_of_an_optimizer_may_be_left_out() -> None:
+    """One that no step has changed, such as those of a part that is used without gradients."""
+    net = nn.ModuleDict({"used": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    optimizer = torch.optim.Adam(net.parameters())
+    net["used"](torch.ones(2)).sum().backward()
+    optimizer.step()
+    names = ["0.used.weight", "0.used.bias"]
+    assert left_out(weights_of({"0": net}), lambda: names, [optimizer]) == ["0.other.weight", "0.other.bias"]
+
+
+def test_names_without_wrappers_and_buffers_that_are_saved() -> None:
+    net = nn.BatchNorm1d(2)
+    net.register_buffer("passing", torch.zeros(1), persistent=False)
+    state = torch.compile(nn.Sequential(net)).state_dict()  # type: ignore[attr-defined]
+    found = weights_of({"0": nn.Sequential(net)})
+    assert list(found) == entries({"0": state})
+    assert "0.0.running_mean" in found and "0.0.passing" not in found
 
 
 WAYS = ("whole", "sharded", "replicated", "zero")
