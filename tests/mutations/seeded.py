@@ -484,7 +484,7 @@ THE_COUNT = (
 THE_FROZEN = (
     Mutation(
         "compare frozen weights never",
-        "self._frozen = loaded.envelope.frozen if self._compare_frozen else None",
+        "self._frozen = loaded.envelope.frozen if self.compare_frozen else None",
         "self._frozen = None",
         FROZEN_SUMS,
     ),
