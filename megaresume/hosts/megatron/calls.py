@@ -341,6 +341,8 @@ def _arguments_in(obj: Any, args: Any) -> Mapping[str, Any] | None:
     """Megatron's arguments in what is about to be written: the namespace itself, or a copy of it in a checkpoint."""
     if obj is args:
         return dict(vars(args))
+    if isinstance(obj, list) and len(obj) == 1:  # the common state of ``torch_dist``, from megatron-core 0.19 on
+        obj = obj[0]
     if not isinstance(obj, Mapping) or "iteration" not in obj:
         return None
     found = obj.get("args")
