@@ -104,9 +104,11 @@ ENVIRONMENT = {
 _AT_START = ("HF_", "LC_", "LD_", "NUMBA_", "PYTHON", "TRANSFORMERS_")
 #: makes room for the environment of what is forked.
 ROOM = {"MEGARESUME_TESTS_ROOM": "." * 100_000}
+#: begins paths of ours.
+_CLONE = str(Path(__file__).parents[1])
 _IGNORED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 _SET_CHILD_SUBREAPER = 36
-#: in paths of programs whose ranks start programs.
+#: in words of programs whose ranks start programs, after `_CLONE`, which may have any name.
 _STARTING = ("megatron", "background", "elastic", "megaresume.run", "cluster.training", "loaders", "newest")
 
 
@@ -176,7 +178,8 @@ def program_of(
         return None
     if asked[0] == "-c" and "resource_tracker" in asked[1]:
         return None  # it imports nothing
-    is_rank = "RANK" in env and not any(folder in word for word in words for folder in _STARTING)
+    ours = [word.removeprefix(_CLONE) for word in words]
+    is_rank = "RANK" in env and not any(folder in word for word in ours for folder in _STARTING)
     return words, not (is_rank or "--multiprocessing-fork" in words)
 
 
@@ -476,9 +479,9 @@ def main() -> None:
     if "transformers" in sys.argv:
         with contextlib.suppress(ImportError, AttributeError):
             importlib.import_module("transformers").Trainer  # noqa: B018  imports most of it
-    if deepspeed := sys.modules.get("deepspeed"):
+    if comm := sys.modules.get("deepspeed.ops.op_builder.cpu.comm"):
         # Or an engine on CPUs would compile it, for a minute, once on each machine; gloo does without.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        comm.ShareMemCommBuilder.is_compatible = lambda self, verbose=False: False
     prepare_compiler()
     keep_operators()
     if not sys.argv[2:]:  # or this is a fork of one that has them
