@@ -193,8 +193,9 @@ class Checkpoints:
     )
     compare_frozen: bool = setting(
         True,
-        "at a resume: refuse other frozen weights than those of the run, where checkpoints do not hold them: below "
-        "adapters, of reference models and teachers, and those that a program leaves out of what is saved",
+        "at a resume: refuse other weights than those of the run, where checkpoints do not hold them: below adapters, "
+        "of reference models and teachers, and those that a program leaves out of what is saved; at a save: refuse to "
+        "leave out weights that are trained",
         hosts="trainer",
     )
 
