@@ -144,8 +144,9 @@ def left_out(
     names = set(saved())
     there = {id(one) for name, one in weights.items() if name in names}
     lost = {id(one): name for name, one in weights.items() if id(one) not in there}
-    if lost and is_rank_0() and (trained := [name for key, name in lost.items() if key in _trained(optimizers)]):
-        words = listed([name.partition(".")[2] for name in trained], 3)
+    trained = _trained(optimizers) if lost and is_rank_0() else set()
+    if names_of_trained := [name.partition(".")[2] for key, name in lost.items() if key in trained]:
+        words = listed(names_of_trained, 3)
         if names.issubset(weights) and not may_be_elsewhere():
             raise CheckpointError(
                 "the checkpoint lacks weights that are trained",
