@@ -361,6 +361,10 @@ _PARTS = 64
 _PART_BYTES = 16384
 
 
+#: Bytes of the largest file without .idx that is read as a whole, which takes a few seconds; and those read at once.
+_WHOLE, _BLOCK = 4 << 30, 8 << 20
+
+
 class Corpus:
     """The ``.idx`` of a corpus on a local filesystem, counted the way a dataset class of Megatron does.
 
@@ -427,7 +431,7 @@ class Corpus:
 
 
 def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | None:
-    """The size in bytes of a file without .idx, and a hash of a sample of its bytes: of all of them, up to 1 MiB.
+    """The size in bytes of a file without .idx, and a hash of all its bytes; of parts, if there are more than `_WHOLE`.
 
     Bytes that are appended change nothing if the size before is passed.
 
@@ -443,7 +447,13 @@ def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | 
     found = os.path.getsize(path)
     size = found if size is None else min(size, found)
     hasher = xxhash.xxh3_64()
-    _sample(hasher, path, 0, size)
+    if size > _WHOLE:
+        _sample(hasher, path, 0, size)
+    else:
+        with open(path, "rb") as file, progress(f"hash {path}", size, "bytes") as advance:
+            while block := file.read(min(_BLOCK, size - file.tell())):
+                hasher.update(block)
+                advance(len(block))
     return size, hasher.hexdigest()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megaresume.hosts.megatron.guard import record
 from megaresume.stream.errors import ConfigError, StateError
 from tests.hosts.megatron.guard.conftest import Corpora, Run, write_corpus
 
@@ -215,13 +216,15 @@ def write_lines(path: Path, lines: list[list[int]]) -> None:
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
-@pytest.mark.parametrize("tokens", [8, 8000])
-def test_the_lines_of_a_file(build: Run, tmp_path: Path, tokens: int) -> None:
-    """JSON lines: the file may grow and move, and nothing else. 3 KB are compared whole, 3 MB by a sample."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_lines_of_a_file(build: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """JSON lines: the file may grow and move, and nothing else. Files that are too large are compared by a sample."""
+    if not whole:
+        monkeypatch.setattr(record, "_WHOLE", 1 << 20)
     path, moved = tmp_path / "chat.jsonl", tmp_path / "moved.jsonl"
-    lines = lines_of(path, 60, tokens)
+    lines = lines_of(path, 60, 8000)
     size = path.stat().st_size
-    assert (size <= 1 << 20) == (tokens == 8)
+    assert size > 2 << 20
     spec: dict[str, Any] = {"paths": [str(path)], "dataset": "OfLines", "split": "90,10,0", "sizes": [100, 5, 0]}
     base = build(**spec)
     assert build(**spec, loaded=base["payload"], samples=200)["train"] == base["train"]
@@ -240,6 +243,10 @@ def test_the_lines_of_a_file(build: Run, tmp_path: Path, tokens: int) -> None:
     refused(build, base, "from sample 200 on: corpus", recorded, f"{path} with other bytes there", restore, **spec)
     write_lines(path, [*lines[:-2], [*lines[-2], 5], lines[-1]])
     refused(build, base, recorded, f"{path} with other bytes there", restore, **spec)
+    if whole:  # one number of half a million, as long as before
+        write_lines(path, [*lines[:30], [*lines[30][:40], 9999, *lines[30][41:]], *lines[31:]])
+        assert path.stat().st_size == size
+        refused(build, base, recorded, f"{path} with other bytes there", restore, **spec)
     write_lines(path, lines[:-1])
     refused(build, base, recorded, f"{path} with {path.stat().st_size} bytes", restore, **spec)
     write_lines(moved, lines[::-1])
