@@ -35,7 +35,10 @@ USAGE = "usage: megaresume run SCRIPT [ARGS]   or   megaresume run -m MODULE [AR
 #: How a script may put Megatron's checkout on the path.
 _CHANGES_PATH = ("sys.path", "addsitedir")
 #: A script that imports one of these trains with Hugging Face's Trainer.
-_WITH_TRAINER = ("transformers", "trl", "peft", "sentence_transformers", "llamafactory", "swift", "axolotl")
+_WITH_TRAINER = (
+    *("transformers", "trl", "peft", "sentence_transformers", "llamafactory", "swift", "axolotl"),
+    *("setfit", "pylate", "gliner", "FlagEmbedding"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.utils.data
 
-from megaresume.batches.items import generators_kept, seed_generators
+from megaresume.batches.items import ItemReader, generators_kept, seed_generators
 from megaresume.stream.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,11 @@ class ItemBatches(torch.utils.data.Dataset[Any]):
 
     def __init__(self, items: Any, collate_fn: Callable[[list[Any]], Any], *, seed: int, keyed: bool) -> None:
         self._items, self.collate_fn, self._seed, self._keyed = items, collate_fn, seed, keyed
+
+    @property
+    def dataset(self) -> Any:
+        """The user's dataset, in this process; or several by name."""
+        return self._items.dataset if isinstance(self._items, ItemReader) else self._items
 
     def __getitems__(self, asked: Asked) -> Any:
         """A batch; torch calls this."""

@@ -39,7 +39,7 @@ import xxhash
 from megaresume.batches.item_hash import item_hash
 from megaresume.data.source import contents_hash, sized_fingerprint
 from megaresume.stream.arrays import Int64Array
-from megaresume.stream.errors import CorpusError, StateError, UsageError
+from megaresume.stream.errors import CorpusError, StateError, UsageError, listed
 from megaresume.stream.state import Fingerprint
 
 Measure = Callable[[Any], int]
@@ -210,16 +210,65 @@ def items_hash(dataset: Any, name: str, items: int) -> str | None:
     Args:
         dataset, name: see `ItemSource`.
         items: how many.
+
+    Raises:
+        UsageError: see `_check_numbers`.
     """
 
     def read(item: int, _offset: int, _count: int) -> Int64Array:
         seed_generators(f"contents {item}")
         with reading_item(name, item):
-            return np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
+            found = np.array([item_hash(dataset[item])], np.uint64).view(np.int64)
+        were_read.append(item)
+        return found
 
+    were_read: list[int] = []
     with generators_kept():
-        once, again = (contents_hash(items, np.ones_like, read, PLACES) for _ in range(2))
+        try:
+            once, again = (contents_hash(items, np.ones_like, read, PLACES) for _ in range(2))
+        except Exception:
+            _check_numbers(dataset, name, items, were_read)
+            raise
+        if once != again:
+            _check_numbers(dataset, name, items, were_read)
     return once if once == again else None
+
+
+def _check_numbers(dataset: Any, name: str, items: int, were_read: Sequence[int]) -> None:
+    """Refuse a dataset that gives the item that is next in an order of its own, whatever number it is asked for.
+
+    Only for one of which a second reading was different, or failed, as this reads from shallow copies: a count of what
+    was read is one for each of them, and a generator the same for all.
+
+    Args:
+        dataset, name, items: see `items_hash`.
+        were_read: the items that it gave before.
+    """
+    numbers = sorted({0, items // 2, items - 1})
+    hashes = {_hash_of(dataset, number, of_copy=True) for number in numbers}
+    if 0 in were_read and _hash_of(dataset, 0) is None:
+        found = "item 0 cannot be read any more, after others were"
+    elif len(numbers) > 1 and len(hashes) == 1 and None not in hashes:
+        found = f"items {listed(numbers, 3)} are the same one, and it changes with each reading"
+    else:
+        return
+    raise UsageError(
+        f"dataset '{name}' gives its items in an order of its own",
+        found=f"{type(dataset).__module__}.{type(dataset).__qualname__}: {found}",
+        expected="dataset[i] is item i, whatever was read before",
+        cause="it counts what it was asked for, and ignores i: it would begin anew at every start, so that items are "
+        "repeated and others are lost",
+        action="a dataset whose __getitem__ reads by number (FlagEmbedding: --same_dataset_within_batch False)",
+    )
+
+
+def _hash_of(dataset: Any, number: int, *, of_copy: bool = False) -> int | None:
+    """The hash of an item, or of that of a shallow copy, read under the same seeds; None if it cannot be read."""
+    seed_generators("numbers")
+    try:
+        return item_hash((copy.copy(dataset) if of_copy else dataset)[number])
+    except Exception:  # noqa: BLE001  of any dataset
+        return None
 
 
 @contextlib.contextmanager
@@ -296,6 +345,11 @@ class ItemReader(torch.utils.data.Dataset[Any]):
         self._names, self._datasets = list(datasets), list(datasets.values())
         self._measures = None if measures is None else list(measures.values())
         self._keyed = keyed
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset; or several by name."""
+        return self._datasets[0] if len(self._datasets) == 1 else dict(zip(self._names, self._datasets, strict=True))
 
     def __getitem__(self, place: Any) -> Any:
         """The item at a place."""

@@ -218,6 +218,9 @@ def begin_worker(worker_init_fn: Callable[[int], object] | None, share: Share | 
     outlive_signals()
     if share is not None:
         store_counts.begin_worker(share, worker)
+    info = torch.utils.data.get_worker_info()
+    if info is not None and (given := getattr(info.dataset, "dataset", None)) is not None:
+        object.__setattr__(info, "dataset", given)  # frozen; the user's functions expect their own dataset there
     if worker_init_fn is not None:
         worker_init_fn(worker)
 

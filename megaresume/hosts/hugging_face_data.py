@@ -15,7 +15,7 @@ from megaresume.batches.items import flatten
 from megaresume.batches.map_style import check_map_style
 from megaresume.checkpoint.records.names import records_dir
 from megaresume.hosts.attach import kind_of, refuse
-from megaresume.hosts.hugging_face_families import is_of_sentence_transformers
+from megaresume.hosts.hugging_face_families import gives_all_columns
 from megaresume.hosts.options import unknown_option
 from megaresume.hosts.steps import Steps
 from megaresume.hosts.trainer import check_together
@@ -187,7 +187,7 @@ Collate = Callable[[list[Any]], Any]
 
 def collator(trainer: Any) -> Collate:
     """The Trainer's own collator, without the columns that its model does not accept."""
-    if is_of_sentence_transformers(trainer):
+    if gives_all_columns(trainer):
         return trainer.data_collator  # type: ignore[no-any-return]  # makes the model's inputs of all columns
     collate: Collate = trainer._get_collator_with_removed_columns(trainer.data_collator, description="Training")
     return collate

@@ -1,4 +1,5 @@
-"""Trainers derived from Hugging Face's (LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers), callbacks, PEFT.
+"""Trainers derived from Hugging Face's (LLaMA-Factory, ms-swift, Axolotl, TRL, Sentence Transformers, GLiNER),
+callbacks, PEFT.
 
 A class with its own sampler or train loader is refused, except for those that only create one with certain settings. A
 callback's own state is in no checkpoint, unless it is transformers' ``ExportableState``; nor is what PEFT's models know
@@ -16,6 +17,9 @@ from megaresume.hosts.trainer import Hook
 from megaresume.stream.errors import UsageError
 
 SENTENCE_TRANSFORMERS = "sentence_transformers.base.trainer.BaseTrainer"
+#: the same before 6.0.
+SENTENCE_TRANSFORMERS_5 = "sentence_transformers.trainer.SentenceTransformerTrainer"
+GLINER = "gliner.training.trainer.Trainer"
 
 #: for a Trainer, the settings with which the method makes another order: name -> value.
 Settings = Callable[[Any], Mapping[str, Any]]
@@ -84,7 +88,21 @@ _WAYS_OUT = {
 
 def is_of_sentence_transformers(trainer: Any) -> bool:
     """Whether it is a trainer of Sentence Transformers, for embeddings or a cross-encoder."""
-    return any(_name_of(cls) == SENTENCE_TRANSFORMERS for cls in type(trainer).__mro__)
+    return _is_of(trainer, SENTENCE_TRANSFORMERS, SENTENCE_TRANSFORMERS_5)
+
+
+def gives_all_columns(trainer: Any) -> bool:
+    """Whether its loader gives ``data_collator`` all columns, also those that are no argument of the model."""
+    return _is_of(trainer, SENTENCE_TRANSFORMERS, SENTENCE_TRANSFORMERS_5, GLINER)
+
+
+def _is_of(trainer: Any, *classes: str) -> bool:
+    return any(_name_of(cls) in classes for cls in type(trainer).__mro__)
+
+
+def _gliner(trainer: Any) -> Mapping[str, Any]:
+    """A loader like the Trainer's, but for the columns: see `gives_all_columns`."""
+    return {}
 
 
 def _sentence_transformers_loader(trainer: Any) -> Mapping[str, Any]:
@@ -117,8 +135,11 @@ KNOWN: dict[tuple[str, str], Settings] = {
     ("axolotl.core.trainers.base.AxolotlTrainer", "_get_train_sampler"): _axolotl,
     ("swift.trainers.mixin.DataLoaderMixin", "get_train_dataloader"): _swift_loader,
     ("swift.trainers.mixin.SwiftMixin", "_save_checkpoint"): _swift_save,
+    (GLINER, "get_train_dataloader"): _gliner,
     (SENTENCE_TRANSFORMERS, "get_train_dataloader"): _sentence_transformers_loader,
     (SENTENCE_TRANSFORMERS, "_save"): _sentence_transformers_save,
+    (SENTENCE_TRANSFORMERS_5, "get_train_dataloader"): _sentence_transformers_loader,
+    (SENTENCE_TRANSFORMERS_5, "_save"): _sentence_transformers_save,
 }
 #: methods that other classes must not override, and what they make.
 _GUARDED = {"get_train_dataloader": "loader", "_get_train_sampler": "sampler"}

@@ -2,7 +2,8 @@
 
 `RenamedWeights`: transformers saves many models, such as Mixtral, Qwen3-MoE and Swin, under the names that they have on
 the Hub: each expert by itself, where the model has all of them in one tensor. Only ``from_pretrained`` translates them
-back. The Trainer loads by name: it warns, and trains on with what the model held before.
+back. Models that wrap another one, such as GLiNER's and FlagEmbedding's, save that one alone, under its own names. The
+Trainer loads by name: it warns, and trains on with what the model held before.
 
 `frozen_of`: of a model of PEFT's, a checkpoint holds the adapters alone; reference models and teachers are in none.
 """
@@ -38,6 +39,8 @@ class RenamedWeights:
         self._trainer = trainer
         #: the checkpoint whose weights are being loaded; None: the best one, at the end of the run.
         self._loading: str | None = None
+        #: the module that they are loaded into; None: the Trainer's model.
+        self._into: Any = None
 
     def hooks(self) -> list[Hook]:
         """The methods of the Trainer, and what to call around them."""
@@ -52,10 +55,23 @@ class RenamedWeights:
             load(path, *args, **kwargs)
 
     def _issue_warnings_after_load(self, warn: Any, result: Any) -> None:
-        """Load weights that were not found by their names. Raises CheckpointError: see `load_missing`."""
+        """Load weights that were not found by their names. Raises CheckpointError: see `load_missing`, `check_rest`."""
         path = Path(self._loading or self._trainer.state.best_model_checkpoint)
-        if not on_all_ranks(lambda: load_missing(self._trainer.model, path, result.missing_keys)):
+        model = self._trainer.model if self._into is None else self._into
+        if (inner := wrapped_in(model, result.missing_keys, result.unexpected_keys)) is not None:
+            self._load_into(model.get_submodule(inner), path)
+            rest = [name for name in result.missing_keys if not name.startswith(f"{inner}.")]
+            on_all_ranks(lambda: check_rest(model, path, rest))
+        elif not on_all_ranks(lambda: load_missing(model, path, result.missing_keys)) and hasattr(
+            self._trainer.model, "_keys_to_ignore_on_save"
+        ):  # a model of transformers, which is asked for this
             warn(result)
+
+    def _load_into(self, module: Any, path: Path) -> None:
+        from transformers import Trainer
+
+        with replaced(self, _loading=str(path), _into=module):
+            Trainer._load_from_checkpoint(self._trainer, str(path), module)
 
 
 def frozen_of(trainer: Any, way_out: str = "") -> FrozenWeights:
@@ -190,6 +206,31 @@ def load_missing(model: Any, tag_dir: Path, missing: Iterable[str]) -> bool:
         raise _not_found(tag_dir, still, f"{type(model).__name__}.from_pretrained does not find them")
     log.info("megaresume: %d weights have other names in %s: loaded by from_pretrained", len(lost), tag_dir.name)
     return True
+
+
+def wrapped_in(model: Any, missing: Iterable[str], unexpected: Iterable[str]) -> str | None:
+    """The name of the module that a checkpoint holds, if it was saved by its own names and not those of ``model``.
+
+    Args:
+        model: one that wraps another model.
+        missing, unexpected: the names that it has and the checkpoint lacks, and the other way round.
+
+    Returns:
+        None if it is none of them, or may be any of several.
+    """
+    absent, there = set(missing), set(unexpected)
+    found = [name for name, _ in model.named_children() if there and {f"{name}.{one}" for one in there} <= absent]
+    return found[0] if len(found) == 1 else None
+
+
+def check_rest(model: Any, tag_dir: Path, missing: Iterable[str]) -> None:
+    """Refuse a checkpoint without weights that are trained, beside the module that it holds: see `wrapped_in`.
+
+    Raises:
+        CheckpointError: it lacks some of these.
+    """
+    if lost := _untouched(model, missing):
+        raise _not_found(tag_dir, lost, f"{type(model).__name__} saves the model within it alone")
 
 
 def _untouched(model: Any, missing: Iterable[str]) -> list[str]:

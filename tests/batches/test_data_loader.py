@@ -589,6 +589,21 @@ def test_workers_that_are_kept_hear_that_they_are_to_end(tmp_path: Path) -> None
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
+def set_first(_worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    assert info is not None
+    assert isinstance(info.dataset, Numbers)
+    info.dataset.first = 100
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("keyed", [False, True])
+def test_a_worker_knows_the_dataset(keyed: bool) -> None:
+    """As with torch's loader: programs set their dataset up in a worker, or change it there."""
+    loader = megaresume.DataLoader(Numbers(), ITEMS, num_workers=1, worker_init_fn=set_first, keyed=keyed)
+    assert sorted(numbers(next(iter(loader)))) == list(range(100, 100 + ITEMS))
+
+
 class Mortal(Numbers):
     """Its worker is killed at the eleventh item that it reads in its life, if that file is there."""
 

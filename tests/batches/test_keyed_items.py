@@ -221,6 +221,39 @@ def test_a_generator_that_keys_do_not_reach_is_said(keyed: bool, caplog: pytest.
         drawn(1, mended, keyed=keyed, dataset=OwnGenerator())
 
 
+class OwnOrder(Noisy):
+    """Batches that it makes and shuffles itself, as FlagEmbedding's: each reading gives the next one."""
+
+    def __init__(self, order: range) -> None:
+        self._order, self._step = order, 0
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, _: int) -> Any:
+        self._step += 1
+        return {"item": self._order[self._step - 1]}
+
+
+@pytest.mark.parametrize("items", [20, 100])
+def test_a_dataset_with_an_order_of_its_own_is_refused(items: int) -> None:
+    """Also one that has fewer items than are read of it before the run."""
+    with pytest.raises(UsageError, match="gives its items in an order of its own"):
+        drawn(1, dataset=OwnOrder(range(items)))
+
+
+class Damaged(Noisy):
+    def __getitem__(self, i: int) -> Any:
+        if i == 7:
+            raise ValueError("damaged")
+        return super().__getitem__(i)
+
+
+def test_a_damaged_item_is_not_taken_for_an_order_of_its_own() -> None:
+    with pytest.raises(ValueError, match="damaged"):
+        drawn(1, dataset=Damaged())
+
+
 def test_keyed_is_for_items_alone() -> None:
     from megaresume.batches.open import open_stream
 

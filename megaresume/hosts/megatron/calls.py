@@ -359,6 +359,10 @@ def _check_state(names: Mapping[str, Any]) -> None:
 # The end of the process
 
 
+#: imported if a Trainer of Hugging Face's was attached, in a script that might have been Megatron's.
+_TRAINER = "megaresume.hosts.hugging_face"
+
+
 def at_exit() -> None:
     """Checks at the end of the process. If it trained past us, it does not end with status 0."""
     current = _latest_host()
@@ -382,7 +386,7 @@ def at_exit() -> None:
             _finish(current)
         except MegaresumeError as problem:  # all that was trained is saved
             say(problem)
-    if process.launched and ITERATORS not in called:
+    if process.launched and ITERATORS not in called and _TRAINER not in sys.modules:
         words = f"nothing was trained in this process, and no data was built: {seam_name(ITERATORS)} was never called"
         print(f"megaresume: {words}", file=sys.stderr, flush=True)
 

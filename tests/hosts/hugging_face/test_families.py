@@ -40,6 +40,8 @@ SWIFT = ("swift.trainers.mixin", "DataLoaderMixin", "get_train_dataloader")
 SWIFT_SAVE = ("swift.trainers.mixin", "SwiftMixin", "_save_checkpoint")
 AXOLOTL = ("axolotl.core.trainers.base", "AxolotlTrainer", "_get_train_sampler")
 SENTENCE_TRANSFORMERS = ("sentence_transformers.base.trainer", "BaseTrainer", "get_train_dataloader")
+SENTENCE_TRANSFORMERS_5 = ("sentence_transformers.trainer", "SentenceTransformerTrainer", "get_train_dataloader")
+GLINER = ("gliner.training.trainer", "Trainer", "get_train_dataloader")
 SENTENCE_TRANSFORMERS_SAVE = ("sentence_transformers.base.trainer", "BaseTrainer", "_save")
 
 
@@ -173,9 +175,10 @@ def test_a_model_of_peft_that_moves_its_ranks(
         assert not calls and not list((tmp_path / "run").glob("checkpoint-*"))
 
 
+@pytest.mark.parametrize("trainers", [SENTENCE_TRANSFORMERS, SENTENCE_TRANSFORMERS_5], ids=["6", "5"])
 @pytest.mark.parametrize("sampler", ["batch_sampler", "no_duplicates"])
-def test_sentence_transformers(tmp_path: Path, sampler: str) -> None:
-    trainer = trainer_of(tmp_path / "run", *SENTENCE_TRANSFORMERS)
+def test_sentence_transformers(tmp_path: Path, sampler: str, trainers: tuple[str, str, str]) -> None:
+    trainer = trainer_of(tmp_path / "run", *trainers)
     trainer.args.batch_sampler = sampler
     if sampler != "batch_sampler":
         with pytest.raises(UsageError, match="batch_sampler cannot be used"):
@@ -184,6 +187,13 @@ def test_sentence_transformers(tmp_path: Path, sampler: str) -> None:
         trainer.args.remove_unused_columns = True
         assert len(megaresume.attach(trainer)) == 50
         assert collator(trainer) is trainer.data_collator  # it takes all columns, whatever the model's forward does
+
+
+def test_gliner(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", *GLINER)
+    assert trainer.args.remove_unused_columns
+    assert len(megaresume.attach(trainer)) == 50
+    assert collator(trainer) is trainer.data_collator  # its own loader leaves every column, too
 
 
 def test_sentence_transformers_on_several_ranks(tmp_path: Path) -> None:

@@ -113,6 +113,20 @@ def test_two_trainers_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
+def test_a_script_that_changes_the_path_and_does_not_name_transformers(tmp_path: Path) -> None:
+    """It may be Megatron's, and its end does not say that nothing was trained."""
+    (tmp_path / "theirs.py").write_text(PLAIN.read_text())
+    words = ["theirs.py", str(tmp_path / "run"), json.dumps({"max_steps": 2})]
+    (tmp_path / "mine.py").write_text(
+        f"import runpy, sys\nsys.path[:0] = []\nsys.argv = {words}\nrunpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    done = python("-m", "megaresume.run", "mine.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "nothing was trained" not in done.stderr
+    assert [line["step"] for line in lines(tmp_path / "run")][-1] == 2
+
+
+@pytest.mark.process
 def test_a_loop_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     done = python("-m", "megaresume.run", "loop.py", cwd=tmp_path)

@@ -12,7 +12,7 @@ pytest.importorskip("accelerate")
 
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import megaresume
 from megaresume.stream.errors import CheckpointError
@@ -101,3 +101,45 @@ def test_a_frozen_weight_may_be_missing(tmp_path: Path) -> None:
         forgetful(tmp_path / "cut", frozen=True, kill=("interrupt", 7))
     forgetful(tmp_path / "cut", frozen=True, attempt=2)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+class Wrapping(torch.nn.Module):
+    """A model around another one, as GLiNER's and FlagEmbedding's; the heads are its own."""
+
+    def __init__(self, *heads: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        sizes = {"vocab_size": BASE, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        self.inner = GPT2LMHeadModel(GPT2Config(**sizes))
+        self.heads = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1) for name in heads})
+
+    def forward(self, **inputs: Any) -> Any:
+        out = self.inner(**inputs)
+        for head in self.heads.values():
+            out.loss = out.loss + head(torch.ones(1)).square().sum()
+        return out
+
+
+def wrapped(output: Path, monkeypatch: pytest.MonkeyPatch, *heads: str, **options: Any) -> Any:
+    monkeypatch.setattr(
+        Recorder, "_save", lambda self, path=None, state_dict=None: self.model.inner.save_pretrained(path)
+    )
+    model = Wrapping(*heads)
+    run(output, model, remove_unused_columns=False, **options)
+    return model
+
+
+def test_a_model_that_saves_the_one_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = wrapped(tmp_path / "whole", monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        wrapped(tmp_path / "cut", monkeypatch, kill=("interrupt", 7))
+    cut = wrapped(tmp_path / "cut", monkeypatch, attempt=2)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert all(torch.equal(weight, whole.state_dict()[name]) for name, weight in cut.state_dict().items())
+
+
+def test_a_model_that_loses_what_is_around_the_one_within_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        wrapped(tmp_path / "run", monkeypatch, "sparse", kill=("interrupt", 7))
+    with pytest.raises(CheckpointError, match=r"lacks weights that are trained(.|\n)*heads\.sparse\.weight and 1 more"):
+        wrapped(tmp_path / "run", monkeypatch, "sparse", attempt=2)
