@@ -82,6 +82,11 @@ class Save:
         """The id of this save."""
         return self.pending.record.save_id
 
+    @property
+    def compare_frozen(self) -> bool:
+        """Whether weights that no checkpoint holds are compared at a resume."""
+        return self._saver.compare_frozen
+
     def defer(self) -> None:
         """Leave the commit to whoever waits for the files, which are written in the background."""
         self.is_deferred = True
@@ -120,6 +125,7 @@ class Saver:
             them itself.
         retention: which older checkpoints to keep.
         checksums: compute checksums of all files.
+        compare_frozen: see `Save.compare_frozen`.
         retries: what to do if a save fails for a reason that may pass.
         stopper: knows when the run is to stop, if it listens for that.
         on_commit: called for every committed save, where it is committed.
@@ -134,12 +140,13 @@ class Saver:
         random: RandomState | None,
         retention: Retention,
         checksums: bool,
+        compare_frozen: bool,
         retries: Retries,
         stopper: Callable[[], Stopper | None],
         on_commit: Callable[[Save], None],
     ) -> None:
         self.host, self.roots, self.durability, self.checksums = host, roots, durability, checksums
-        self.on_commit = on_commit
+        self.on_commit, self.compare_frozen = on_commit, compare_frozen
         self._random, self._retention, self._retries, self._stopper = random, retention, retries, stopper
 
     def save(

@@ -145,6 +145,7 @@ class Session:
             random=random,
             retention=retention,
             checksums=checksums,
+            compare_frozen=compare_frozen,
             retries=retries or Retries(),
             stopper=lambda: self.stopper,
             on_commit=self._is_committed,

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,9 @@ from megaresume.hosts.accelerate_backends import (
     zero_stage,
 )
 from megaresume.hosts.attach import check_new, refuse, replaced
-from megaresume.hosts.deepspeed.engine import forget_gradients, leaves_out, raising_last
+from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last, saved_names
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, left_out, weights_of
+from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
@@ -248,20 +248,20 @@ class AcceleratorHost(TrainerHost):
     def _modules(self) -> dict[str, Any]:
         return {str(number): one for number, one in enumerate(self.trainer._models)}
 
-    def _leaves_out(self, weights: Mapping[str, Any], *, excludes: bool) -> list[str]:
-        """The names of weights that a save leaves out: see `FrozenWeights.note`."""
-
-        def may_be_elsewhere() -> bool:
-            others = [one for one in self.trainer._custom_objects if one is not self.record]
-            return not self.session.compare_frozen or has_tensors(others)
-
-        if (engine := engine_of(self.trainer)) is not None:
-            return leaves_out(engine, weights, excludes=excludes, may_be_elsewhere=may_be_elsewhere)
+    def _note_frozen(self, save: Save, *, excludes: bool) -> None:
+        """See `FrozenWeights.note`."""
         if backend_of(self.trainer) == "DDP" and self.trainer._save_model_state_pre_hook:
             # Those of a program usually take all weights out of what is saved, and write some of them themselves.
-            return left_out(weights, tuple)
-        states = {name: one.state_dict() for name, one in self._modules.items()} if weights else {}
-        return left_out(weights, lambda: entries(states), self._optimizers, may_be_elsewhere=may_be_elsewhere)
+            self.frozen.note(save, lambda _: ())
+            return
+
+        def saved(weights: Mapping[str, Any]) -> Iterable[str]:
+            if (engine := engine_of(self.trainer)) is not None:
+                return saved_names(engine, weights, excludes=excludes)
+            return entries({name: one.state_dict() for name, one in self._modules.items()})
+
+        others = [one for one in self.trainer._custom_objects if one is not self.record]
+        self.frozen.note(save, saved, self._optimizers, may_be_elsewhere=lambda: has_tensors(others))
 
     @property
     def _optimizers(self) -> list[Any]:
@@ -324,7 +324,7 @@ class AcceleratorHost(TrainerHost):
 
         ``excludes``: whether DeepSpeed is told to leave out frozen parameters.
         """
-        self.frozen.note(save, functools.partial(self._leaves_out, excludes=excludes))
+        self._note_frozen(save, excludes=excludes)
         self.record.carried = self.carried(save)
 
         def write_files() -> Any:

@@ -106,20 +106,20 @@ class Objects:
         parameters = (p for module in self.modules.values() for p in module.parameters())
         return next((p.device for p in parameters), torch.device("cpu"))
 
-    def states(self, optimizers: Mapping[str, tuple[Named, State]], *, full: bool) -> dict[str, Any]:
+    def states(
+        self, models: Mapping[str, Any], optimizers: Mapping[str, tuple[Named, State]], *, full: bool
+    ) -> dict[str, Any]:
         """States of modules and optimizers by parameter name. Collective.
 
         Args:
+            models: see `model_states`.
             optimizers: see `optimizer_states`.
             full: unsharded, on rank 0.
 
         Raises:
             UsageError: an optimizer's state contains something that cannot be saved.
         """
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
-        states: dict[str, Any] = {n: get_model_state_dict(one, options=options) for n, one in self.modules.items()}
+        states: dict[str, Any] = dict(models)
         parts = {name: apart(state, named) for name, (named, state) in optimizers.items()}
         blobs = on_all_ranks(lambda: {name: _packed(name, rest) for name, (_, rest) in parts.items()})
         if full:
@@ -160,11 +160,16 @@ class Objects:
         for name, module in self.modules.items():
             set_model_state_dict(module, states[name], options=StateDictOptions(full_state_dict=full))
 
-    def model_states(self) -> dict[str, Any]:
-        """The states of the modules, with this rank's shards, to be read into."""
-        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    def model_states(self, *, full: bool = False) -> dict[str, Any]:
+        """The states of the modules, with this rank's shards. Collective.
 
-        return {name: get_model_state_dict(one) for name, one in self.modules.items()}
+        Args:
+            full: unsharded, copied, on rank 0. Otherwise they may also be read into.
+        """
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=full, cpu_offload=full)
+        return {name: get_model_state_dict(one, options=options) for name, one in self.modules.items()}
 
     def put_optimizers(
         self, states: Mapping[str, State], named: Mapping[str, Named], types: Mapping[str, Mapping[str, torch.dtype]]
@@ -235,11 +240,14 @@ class Objects:
             )
 
 
-def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Writer, group: Any) -> Future[Any] | None:
+def write(
+    objects: Objects, models: Mapping[str, Any], directory: Path, held: Mapping[str, Any], writer: Writer, group: Any
+) -> Future[Any] | None:
     """Write a checkpoint. On every rank.
 
     Args:
         objects: what to save.
+        models: the states of its modules, ``full`` for ``torch``: see `Objects.model_states`.
         directory: the tag directory.
         held: what else goes in: see `TrainerHost.carried`.
         writer: see the module.
@@ -252,7 +260,7 @@ def write(objects: Objects, directory: Path, held: Mapping[str, Any], writer: Wr
     from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
     optimizers = on_all_ranks(objects.optimizer_states)
-    states = objects.states(optimizers, full=writer == "torch")
+    states = objects.states(models, optimizers, full=writer == "torch")
     rest = on_all_ranks(lambda: objects.rest(held, optimizers))
     if writer == "torch":
         if is_rank_0():

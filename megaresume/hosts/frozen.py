@@ -32,8 +32,11 @@ from torch.utils._pytree import tree_leaves
 
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
+from megaresume.hosts.left_out import own_tensors
 from megaresume.stream.errors import CheckpointError, StateError, listed
 
+#: the names of a state's entries, as those of the weights that are given: see `left_out`. Rank 0's count.
+Saved = Callable[[Mapping[str, torch.Tensor]], Iterable[str]]
 #: "bfloat16[64, 64]" -> number of tensors, projection, sum of squares; None: some of them cannot be read.
 Summary = Mapping[str, Sequence[Any]]
 
@@ -66,19 +69,35 @@ class FrozenWeights:
         #: names, their sums at a glance, and in full; None: nothing was summed up yet.
         self._known: tuple[Sequence[str], Summary, Summary] | None = None
 
-    def note(self, save: Save, lacks: Callable[[Mapping[str, torch.Tensor]], Sequence[str]]) -> None:
+    def note(
+        self,
+        save: Save,
+        saved: Saved,
+        optimizers: Iterable[Any] = (),
+        *,
+        may_be_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Add those that a save leaves out to its envelope. Collective.
 
         Args:
-            lacks: returns their names, of the weights; may be collective. Rank 0's counts.
+            saved: what it holds; not called if there are no weights. May be collective.
+            optimizers, may_be_elsewhere: see `left_out`; with ``compare_frozen=False``, they always may.
         """
-        save.envelope = replace(save.envelope, frozen=self.record(lacks))
+        found = self.record(saved, optimizers, may_be_elsewhere=lambda: not save.compare_frozen or may_be_elsewhere())
+        save.envelope = replace(save.envelope, frozen=found)
 
-    def record(self, lacks: Callable[[Mapping[str, torch.Tensor]], Sequence[str]]) -> Mapping[str, Any] | None:
+    def record(
+        self, saved: Saved, optimizers: Iterable[Any] = (), *, may_be_elsewhere: Callable[[], bool] = lambda: False
+    ) -> Mapping[str, Any] | None:
         """What a checkpoint records, as JSON; None: it leaves out none. See `note`."""
         weights = self._weights()
-        found = on_all_ranks(lambda: lacks(weights))
-        if not (names := on_rank_0(lambda: list(found))):
+
+        def find() -> list[str]:
+            names = saved(weights) if weights else ()
+            return left_out(weights, names, optimizers, may_be_elsewhere=may_be_elsewhere)
+
+        found = on_all_ranks(find)
+        if not (names := on_rank_0(lambda: found)):
             return None
         return {"names": names, "sums": self._sums_of(weights, names)}
 
@@ -100,28 +119,22 @@ def weights_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor
     FSDP1's are left out: they have another shape on each rank.
     """
     return {
-        f"{name}.{saved_name(key)}": one
+        f"{name}.{saved_name(f'{prefix}.{key}')}": one
         for name, module in modules.items()
         if not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
-        for key, one in (*module.named_parameters(remove_duplicate=False), *_persistent_buffers(module))
+        for prefix, part in module.named_modules(remove_duplicate=False)
+        for key, one in own_tensors(part).items()
     }
-
-
-def _persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, part in module.named_modules(remove_duplicate=False):
-        for key, one in part.named_buffers(recurse=False):
-            if key not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{key}" if prefix else key, one
 
 
 def saved_name(key: str) -> str:
     """The name of a weight, or of its entry in a state, without what wrappers add."""
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+    return ".".join(part for part in key.split(".") if part and part not in _WRAPPERS)
 
 
 def left_out(
     weights: Mapping[str, torch.Tensor],
-    saved: Callable[[], Iterable[str]],
+    saved: Iterable[str],
     optimizers: Iterable[Any] = (),
     *,
     may_be_elsewhere: Callable[[], bool] = lambda: False,
@@ -130,7 +143,7 @@ def left_out(
 
     Args:
         weights: see `weights_of`.
-        saved: returns the names of its entries, as those of the weights; not called if there are no weights.
+        saved: the names of its entries, as those of the weights: see `entries`.
         optimizers: what trains the weights. One without a state, such as SGD without momentum, shows only by gradients
             which ones it trains.
         may_be_elsewhere: whether the program, or something else in the checkpoint, may hold weights that are trained.
@@ -139,9 +152,7 @@ def left_out(
         CheckpointError: some of them are trained. If the state has entries of other names, which may hold them, or if
             they may be elsewhere, this is a warning.
     """
-    if not weights:
-        return []
-    names = set(saved())
+    names = set(saved)
     there = {id(one) for name, one in weights.items() if name in names}
     lost = {id(one): name for name, one in weights.items() if id(one) not in there}
     trained = _trained(optimizers) if lost and is_rank_0() else set()

@@ -69,7 +69,7 @@ from megaresume.hosts.hugging_face_families import (
     restore_callbacks,
     undo_settings,
 )
-from megaresume.hosts.hugging_face_weights import RenamedWeights, check_adapter, frozen_of, lacks
+from megaresume.hosts.hugging_face_weights import RenamedWeights, check_adapter, frozen_of, saved_or_trained
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.token_losses import LogitLosses
 from megaresume.hosts.trainer import Hook, TrainerHost, merge_trainer_settings, undrawn, write_all
@@ -440,7 +440,7 @@ class TransformersHost(TrainerHost):
 
     def write(self, save: Save, write: Any) -> None:
         """Write a checkpoint by the Trainer's own method ``write()``, with the data state in its trainer_state.json."""
-        self.frozen.note(save, functools.partial(lacks, self.trainer))
+        self.frozen.note(save, functools.partial(saved_or_trained, self.trainer))
         self.trainer.state.stateful_callbacks[KEY] = save.envelope.to_dict()
 
         def write_files() -> None:

@@ -88,10 +88,10 @@ def frozen_of(trainer: Any, way_out: str = "") -> FrozenWeights:
     return FrozenWeights(weights, action=_AS_THEN + way_out)
 
 
-def lacks(trainer: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of those that its checkpoints lack and that do not change: see `FrozenWeights.note`."""
+def saved_or_trained(trainer: Any, weights: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of those that its checkpoints hold, or that change: see `FrozenWeights.note`, `check_adapter`."""
     trained = {id(one) for _, one in below_adapters(trainer.model) if one.requires_grad}
-    return list({id(one): name for name, one in weights.items() if id(one) not in trained}.values())
+    return [name for name, one in weights.items() if id(one) in trained]
 
 
 class FrozenInState:
@@ -124,7 +124,7 @@ class FrozenInState:
             self._has_looked = True
             if self._saved is not None:
                 self._frozen.check(self._saved)
-            now = self._frozen.record(lambda weights: lacks(self._trainer, weights))
+            now = self._frozen.record(lambda weights: saved_or_trained(self._trainer, weights))
             if now is not None:
                 self._trainer.state.stateful_callbacks[self.KEY] = now
         return run(*args, **kwargs)

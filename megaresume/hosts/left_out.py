@@ -255,13 +255,14 @@ def _tensors(part: Any) -> list[torch.Tensor]:
     """A module's own tensors, of those in its state; those in the lists of an average."""
     if not _is_module(part):
         return [one for row in _rows(part) for one in row]
+    return [one for one in own_tensors(part).values() if not one.is_meta]
+
+
+def own_tensors(part: Any) -> dict[str, torch.Tensor]:
+    """A module's parameters and persistent buffers, by name, without those of modules within it."""
     passing = _of(part, "_non_persistent_buffers_set") or ()
-    buffers = {name: one for name, one in (_of(part, "_buffers") or {}).items() if name not in passing}
-    return [
-        one
-        for one in (*(_of(part, "_parameters") or {}).values(), *buffers.values())
-        if isinstance(one, torch.Tensor) and not one.is_meta
-    ]
+    held = {**(_of(part, "_parameters") or {}), **(_of(part, "_buffers") or {})}
+    return {name: one for name, one in held.items() if isinstance(one, torch.Tensor) and name not in passing}
 
 
 def _rows(one: Any) -> list[list[torch.Tensor]]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.deepspeed import engine as facts
 from megaresume.hosts.feeds import ItemFeed, micro_batches_to, warn_of_left_over
-from megaresume.hosts.frozen import FrozenWeights, entries, left_out, weights_of
+from megaresume.hosts.frozen import FrozenWeights, entries, weights_of
 from megaresume.hosts.lightning_trainer import (
     DEEPSPEED,
     FILE,
@@ -467,19 +467,11 @@ class LightningHost(TrainerHost):
         """Write the file that Lightning would write, including the data state: for `Session.save`."""
         file, trainer = save.tag_dir / FILE, self.trainer
 
-        def may_be_elsewhere() -> bool:
-            return not self.session.compare_frozen or saves_itself(trainer)
-
-        def lacks(weights: Mapping[str, Any]) -> list[str]:
+        def saved(weights: Mapping[str, Any]) -> Iterable[str]:
             if self.engine is not None:
                 excludes = getattr(trainer.strategy, "exclude_frozen_parameters", False)
-                return facts.leaves_out(self.engine, weights, excludes=excludes, may_be_elsewhere=may_be_elsewhere)
-            return left_out(
-                weights,
-                lambda: entries({"0": state["state_dict"]}),
-                trainer.optimizers,
-                may_be_elsewhere=may_be_elsewhere,
-            )
+                return facts.saved_names(self.engine, weights, excludes=excludes)
+            return entries({"0": state["state_dict"]})
 
         def write_file() -> None:
             with facts.raising_last(self.engine):
@@ -487,7 +479,7 @@ class LightningHost(TrainerHost):
 
         # Not `trainer.save_checkpoint`: if rank 0 cannot write, the others would wait for it at a barrier.
         state = on_all_ranks(lambda: trainer._checkpoint_connector.dump_checkpoint(False))
-        self.frozen.note(save, lacks)
+        self.frozen.note(save, saved, trainer.optimizers, may_be_elsewhere=lambda: saves_itself(trainer))
         state[KEY] = self.carried(save)
         write_all(save, write_file)
         return file

@@ -36,7 +36,7 @@ from megaresume.checkpoint.stopping import StopConditions
 from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
-from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, left_out, weights_of
+from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
 from megaresume.hosts.parallelism import check_averaged, check_together, discard_unreduced, reshard, unreduced
 from megaresume.hosts.replicas import check_parameters, warn_of_differing
@@ -120,20 +120,16 @@ class LoopHost(TrainerHost):
 
     def write(self, save: Save) -> None:
         """Write the files of this rank, for `Session.save`."""
-        self.frozen.note(save, self._leaves_out)
+        models = on_all_ranks(lambda: self.objects.model_states(full=self.writer == "torch"))
+        self.frozen.note(
+            save, lambda _: entries(models), self._optimizers, may_be_elsewhere=lambda: has_tensors(self.kept())
+        )
         carried = self.carried(save)
-        future = write_all(save, lambda: files.write(self.objects, save.tag_dir, carried, self.writer, self._group))
+        future = write_all(
+            save, lambda: files.write(self.objects, models, save.tag_dir, carried, self.writer, self._group)
+        )
         if future is not None:
             self.background.begin(future, save)
-
-    def _leaves_out(self, weights: Mapping[str, Any]) -> list[str]:
-        """The names of weights that a save leaves out: see `FrozenWeights.note`."""
-        return left_out(
-            weights,
-            lambda: entries(self.objects.model_states()),
-            self._optimizers,
-            may_be_elsewhere=lambda: not self.session.compare_frozen or has_tensors(self.kept()),
-        )
 
     def check_first_save(self) -> None:
         """See `TrainerHost`."""

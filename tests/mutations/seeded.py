@@ -499,8 +499,8 @@ THE_FROZEN = (
     ),
     Mutation(
         "record no frozen weights of a loop",
-        "self.frozen.note(save, self._leaves_out)",
-        "pass",
+        "save, lambda _: entries(models)",
+        "save, lambda weights: weights",
         FROZEN,
     ),
     Mutation(
@@ -517,8 +517,8 @@ THE_FROZEN = (
     ),
     Mutation(
         "leave out trained weights of a loop",
-        "            self._optimizers,\n            may_be_elsewhere=lambda: not self.session.compare_frozen or",
-        "            (),\n            may_be_elsewhere=lambda: not self.session.compare_frozen or",
+        "lambda _: entries(models), self._optimizers,",
+        "lambda _: entries(models), (),",
         FROZEN,
     ),
     Mutation(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megaresume.checkpoint.file_errors import OtherSaveError
 from megaresume.checkpoint.system import Topology
 from megaresume.hosts.attach import replaced
-from megaresume.hosts.frozen import entries, left_out
+from megaresume.hosts.frozen import entries
 from megaresume.stream.errors import CheckpointError, UsageError, listed
 
 
@@ -171,33 +171,21 @@ def model_file(engine: Any, tag_dir: Path) -> Path:
         return Path(engine._get_all_ckpt_names(str(tag_dir.parent), tag_dir.name)[0])
 
 
-def leaves_out(
-    engine: Any,
-    weights: Mapping[str, Any],
-    *,
-    excludes: bool,
-    name: str = "0",
-    may_be_elsewhere: Callable[[], bool] = lambda: False,
-) -> list[str]:
-    """The names of weights that ``save_checkpoint`` leaves out: see `left_out`.
+def saved_names(engine: Any, weights: Mapping[str, Any], *, excludes: bool) -> set[str]:
+    """The names of what ``save_checkpoint`` saves: see `FrozenWeights.note`.
 
     Args:
-        weights, may_be_elsewhere: see `left_out`.
+        weights: the module's, under the name "0": see `weights_of`.
         excludes: its ``exclude_frozen_parameters``.
-        name: of the engine among the modules, see `weights_of`.
     """
-
-    def saved() -> set[str]:
-        stage = zero_stage(engine)
-        frozen = {key for key, one in weights.items() if isinstance(one, torch.nn.Parameter) and not one.requires_grad}
-        # Layers by themselves, or ZeRO's parts, whatever state_dict returns; of stage 2, those of frozen ones.
-        is_whole = is_pipeline(engine) or stage > 2
-        there = set(weights) if is_whole else set(entries({name: engine.module.state_dict()}))
-        if excludes:
-            return there - frozen
-        return there | frozen if stage == 2 else there
-
-    return left_out(weights, saved, [engine.optimizer], may_be_elsewhere=may_be_elsewhere)
+    stage = zero_stage(engine)
+    frozen = {key for key, one in weights.items() if isinstance(one, torch.nn.Parameter) and not one.requires_grad}
+    # Layers by themselves, or ZeRO's parts, whatever state_dict returns; of stage 2, those of frozen ones.
+    is_whole = is_pipeline(engine) or stage > 2
+    there = set(weights) if is_whole else set(entries({"0": engine.module.state_dict()}))
+    if excludes:
+        return there - frozen
+    return there | frozen if stage == 2 else there
 
 
 def set_batch_size(engine: Any, size: int) -> None:

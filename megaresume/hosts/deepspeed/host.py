@@ -230,13 +230,8 @@ class EngineHost:
                 warn_of_scheduler(self.engine, {name: one for name, one in client_state.items() if name != KEY})
 
         def write_files(save: Save) -> Any:
-            lacks = functools.partial(
-                facts.leaves_out,
-                self.engine,
-                excludes=excludes,
-                may_be_elsewhere=lambda: not session.compare_frozen or bool(client_state),
-            )
-            self._frozen.note(save, lacks)
+            saved = functools.partial(facts.saved_names, self.engine, excludes=excludes)
+            self._frozen.note(save, saved, [self.engine.optimizer], may_be_elsewhere=lambda: bool(client_state))
             state = {**client_state, KEY: save.envelope.to_dict()}
             with facts.stamped(self.engine, save.save_id), facts.failing_late(self.engine) as errors:
                 result = write(tag=save.tag, client_state=state, save_latest=False)
