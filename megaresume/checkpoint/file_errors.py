@@ -191,7 +191,9 @@ def _words(error: BaseException) -> str:
         for number, (cause, _) in sorted(getattr(failed, "failures", {}).items()):
             return f"rank {number}: {_words(cause)}"
     lines = str(error).strip().splitlines() or ["no words"]
-    return f"{type(error).__name__}: {lines[0][:300]}"
+    # torch names the keys that do not fit below the first line.
+    words = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
+    return f"{type(error).__name__}: {words[:300]}"
 
 
 def _room(directory: Path) -> str:

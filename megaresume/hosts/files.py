@@ -36,6 +36,7 @@ from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of
+from megaresume.hosts.frozen import entries, left_out, weights_of
 from megaresume.hosts.optimizer_states import (
     Named,
     State,
@@ -158,7 +159,13 @@ class Objects:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
         for name, module in self.modules.items():
-            set_model_state_dict(module, states[name], options=StateDictOptions(full_state_dict=full))
+            # A wrapper such as DDP does not ask a module within it whether it misses what its state_dict leaves out.
+            there = entries({name: states[name]})
+            is_whole = not left_out(weights_of({name: module}), there)
+            options = StateDictOptions(full_state_dict=full, strict=is_whole)
+            found = set_model_state_dict(module, states[name], options=options)
+            if not is_whole and found is not None and (unknown := list(found.unexpected_keys)):
+                raise RuntimeError(f"Unexpected keys: {listed(unknown, 4)}")
 
     def model_states(self, *, full: bool = False) -> dict[str, Any]:
         """The states of the modules, with this rank's shards. Collective.
