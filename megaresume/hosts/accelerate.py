@@ -252,7 +252,7 @@ class AcceleratorHost(TrainerHost):
         """See `FrozenWeights.note`."""
         if backend_of(self.trainer) == "DDP" and self.trainer._save_model_state_pre_hook:
             # Those of a program usually take all weights out of what is saved, and write some of them themselves.
-            self.frozen.note(save, lambda _: ())
+            self.frozen.note(save, lambda _: (), may_be_elsewhere=lambda: True)
             return
 
         def saved(weights: Mapping[str, Any]) -> Iterable[str]:

@@ -77,14 +77,25 @@ class FrozenWeights:
         *,
         may_be_elsewhere: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Add those that a save leaves out to its envelope. Collective.
+        """Add those that a save leaves out to its envelope, and warn if they change. Collective.
 
         Args:
             saved: what it holds; not called if there are no weights. May be collective.
             optimizers, may_be_elsewhere: see `left_out`; with ``compare_frozen=False``, they always may.
         """
-        found = self.record(saved, optimizers, may_be_elsewhere=lambda: not save.compare_frozen or may_be_elsewhere())
-        save.envelope = replace(save.envelope, frozen=found)
+
+        def may_be() -> bool:
+            return not save.compare_frozen or may_be_elsewhere()
+
+        before = self._known
+        save.envelope = replace(save.envelope, frozen=self.record(saved, optimizers, may_be_elsewhere=may_be))
+        if is_rank_0() and (kinds := self._changed_since(before)) and not may_be():
+            _warn(
+                "megaresume: WARNING: weights that no checkpoint holds have changed since the last save or load: "
+                f"{kinds}. So do the statistics of BatchNorm, except in eval(), and a teacher that follows its pupil. "
+                "Unless the program saves and restores them by itself, the next resume will be refused: let state_dict "
+                "keep them"
+            )
 
     def record(
         self, saved: Saved, optimizers: Iterable[Any] = (), *, may_be_elsewhere: Callable[[], bool] = lambda: False
@@ -105,6 +116,14 @@ class FrozenWeights:
         """Compare with what a checkpoint records. Collective; raises on every rank: see `check_frozen`."""
         check_frozen(recorded["sums"], self._sums_of(self._weights(), recorded["names"]), action=self._action)
 
+    def _changed_since(self, before: tuple[Sequence[str], Summary, Summary] | None) -> str:
+        """Which of them were others then, in words."""
+        known = self._known
+        if before is None or known is None or before is known or before[0] != known[0]:
+            return ""
+        changed = [kind for kind, of in known[1].items() if _change(before[1].get(kind), of) > EXACT]
+        return listed([_words(kind, known[1][kind]) for kind in changed], 4)
+
     def _sums_of(self, weights: Mapping[str, torch.Tensor], names: Sequence[str]) -> Summary:
         tensors = [weights[name] for name in names if name in weights]
         glance = summarize(tensors, most=_GLANCE)
@@ -119,17 +138,18 @@ def weights_of(modules: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor
     FSDP1's are left out: they have another shape on each rank.
     """
     return {
-        f"{name}.{saved_name(f'{prefix}.{key}')}": one
+        f"{place}.{key}": one
         for name, module in modules.items()
         if not any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules())
         for prefix, part in module.named_modules(remove_duplicate=False)
+        for place in [f"{name}.{saved_name(prefix)}".removesuffix(".")]
         for key, one in own_tensors(part).items()
     }
 
 
 def saved_name(key: str) -> str:
     """The name of a weight, or of its entry in a state, without what wrappers add."""
-    return ".".join(part for part in key.split(".") if part and part not in _WRAPPERS)
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
 def left_out(
@@ -164,8 +184,8 @@ def left_out(
                 found=f"a state without {words}",
                 expected="every parameter that the optimizer changes",
                 cause="the state_dict of the model leaves them out: every resume would start them afresh",
-                action="a state_dict with them; or requires_grad_(False), if they need not be trained; or, if the "
-                "program saves and restores them by itself: megaresume.Checkpoints(compare_frozen=False)",
+                action="a state_dict with them; or requires_grad_(False) from the start, if they need not be trained; "
+                "or, if the program saves and restores them by itself: megaresume.Checkpoints(compare_frozen=False)",
             )
         _warn(
             f"megaresume: WARNING: the state of the model lacks weights that are trained: {words}. Unless the program "
@@ -175,14 +195,18 @@ def left_out(
 
 
 def _trained(optimizers: Iterable[Any]) -> set[int]:
-    """The ``id`` of each parameter that these optimizers of torch's have changed, as far as it shows."""
+    """The ``id`` of each parameter that these optimizers of torch's have changed, as far as it shows.
+
+    Some may be frozen by now. Adagrad has a state of those that it has not changed, too, with ``step`` 0.
+    """
     return {
         id(one)
         for optimizer in optimizers
         if isinstance(optimizer, torch.optim.Optimizer)
         for group in optimizer.param_groups
         for one in group["params"]
-        if one.requires_grad and (optimizer.state.get(one) or one.grad is not None)
+        if (one.requires_grad and one.grad is not None)
+        or ((state := optimizer.state.get(one)) and state.get("step", 1) != 0)
     }
 
 

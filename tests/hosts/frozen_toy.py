@@ -74,7 +74,7 @@ def trains(batches: Iterable[Any], steps: int, step: Callable[[Any], torch.Tenso
 
 def loop(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoints) -> Any:
     model: Any = (Net if way == "whole" else Light)(seed, way)
-    if way == "whole":
+    if way in ("whole", "ddp"):
         model = nn.parallel.DistributedDataParallel(model)
     elif dist.get_world_size() > 1:
         from torch.distributed.fsdp import fully_shard
@@ -93,6 +93,7 @@ def loop(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoints) 
         if way == "teacher":  # as of a teacher that follows its pupil
             with torch.no_grad():
                 model.base.weight.mul_(1.01)
+            loop.save()
         return loss  # type: ignore[no-any-return]
 
     try:
@@ -214,7 +215,7 @@ def lightning(root: Path, way: str, seed: int, steps: int, checkpoints: Checkpoi
 
 
 WAYS = {
-    loop: ("fsdp2", "off", "teacher", "whole", "trained", "trained-unseen"),
+    loop: ("fsdp2", "ddp", "off", "teacher", "whole", "trained", "trained-unseen"),
     deepspeed: ("0", "2", "3", "light", "whole", "trained", "trained-unseen"),
     accelerate: ("hooks", "whole", "trained", "trained-unseen"),
     lightning: ("light", "hook", "whole", "trained", "trained-unseen"),

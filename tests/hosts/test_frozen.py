@@ -16,12 +16,14 @@ from tests.hosts.frozen_toy import AFTER, BEFORE
 PROGRAM = Path(__file__).with_name("frozen_toy.py")
 REFUSED = "the weights that no checkpoint holds are not those that the run was trained with"
 REFUSED_AT_SAVE = "the checkpoint lacks weights that are trained"
+CHANGED = "WARNING: weights that no checkpoint holds have changed since the last save or load: 1 float32[4, 4]. "
 
 
-def results(launch: Any, *arguments: object, num_processes: int = 2) -> dict[str, Any]:
+def results(launch: Any, *arguments: object, num_processes: int = 2, said: str = "") -> dict[str, Any]:
     env = {"ACCELERATE_USE_CPU": "1"}
     status, output = launch(str(PROGRAM), *arguments, num_processes=num_processes, env=env)
     assert status == 0, output[-6000:]
+    assert said in output
     lines = [line.split(" ", 2)[1:] for line in output.splitlines() if line.startswith("RESULT ")]
     return {way: json.loads(found) for way, found in lines}
 
@@ -45,7 +47,7 @@ def check(found: dict[str, Any]) -> None:
 
 def test_a_loop(launch: Any, tmp_path: Path) -> None:
     """On two ranks, then on one."""
-    found = results(launch, "loop", tmp_path)
+    found = results(launch, "loop", tmp_path, said=CHANGED)
     assert results(launch, "loop", tmp_path, "again", num_processes=1)["fsdp2"][0][0] == REFUSED
     # Who does not compare goes on with others.
     assert [len(losses) for losses, _ in found.pop("off")[:2]] == [BEFORE, AFTER - BEFORE]

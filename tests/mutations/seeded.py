@@ -505,7 +505,7 @@ THE_FROZEN = (
     ),
     Mutation(
         "record no frozen weights of an engine",
-        "        if excludes:\n            return there - frozen\n",
+        "    if excludes:\n        return there - frozen\n",
         "",
         FROZEN,
     ),

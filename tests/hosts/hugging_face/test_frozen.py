@@ -295,14 +295,18 @@ def test_a_trained_weight_that_a_state_leaves_out_is_refused(capfd: pytest.Captu
     assert left_out(weights, [], [adam], may_be_elsewhere=lambda: True) == ["0.weight", "0.bias"]
     assert "lacks weights that are trained: weight, bias." in capfd.readouterr().out
     net.weight.requires_grad_(False)
-    assert left_out(weights, ["0.bias"], [adam]) == ["0.weight"]
+    net.weight.grad = None
+    with pytest.raises(CheckpointError, match=r"a state without weight\n"):  # it was trained before
+        left_out(weights, ["0.bias"], [adam])
+    assert left_out(weights, ["0.bias"], [torch.optim.Adam(net.parameters())]) == ["0.weight"]
     assert "WARNING" not in capfd.readouterr().out
 
 
-def test_an_untrained_weight_of_an_optimizer_may_be_left_out() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad])
+def test_an_untrained_weight_of_an_optimizer_may_be_left_out(kind: Any) -> None:
     """One that no step has changed, such as those of a part that is used without gradients."""
     net = nn.ModuleDict({"used": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
-    optimizer = torch.optim.Adam(net.parameters())
+    optimizer = kind(net.parameters())
     net["used"](torch.ones(2)).sum().backward()
     optimizer.step()
     names = ["0.used.weight", "0.used.bias"]
