@@ -93,8 +93,8 @@ class FrozenWeights:
             _warn(
                 "megaresume: WARNING: weights that no checkpoint holds have changed since the last save or load: "
                 f"{kinds}. So do the statistics of BatchNorm, except in eval(), and a teacher that follows its pupil. "
-                "Unless the program saves and restores them by itself, the next resume will be refused: let state_dict "
-                "keep them"
+                "Unless the program saves and restores them by itself, the next resume will be refused: save them too, "
+                "or keep them as they are"
             )
 
     def record(

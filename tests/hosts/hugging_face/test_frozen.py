@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import megaresume
+from megaresume.checkpoint.records.envelope import Envelope
 from megaresume.hosts.frozen import (
     FrozenWeights,
     below_adapters,
@@ -262,6 +263,26 @@ def test_weights_that_change_are_summed_up_again() -> None:
     with pytest.raises(StateError):
         frozen.check(first)
     assert frozen.record(lambda names: names) is None
+
+
+def test_weights_that_change_between_saves_are_a_warning(capfd: pytest.CaptureFixture[str]) -> None:
+    """Unless they may be somewhere else, or nobody compares them."""
+    weights = {"a": TENSORS[0].clone()}
+    frozen = FrozenWeights(lambda: weights)
+    no_state: Any = None
+    save: Any = SimpleNamespace(envelope=Envelope(state=no_state, iteration=0), compare_frozen=True)
+    for _ in range(2):
+        frozen.note(save, lambda _: [])
+    weights["a"] *= 2
+    frozen.note(save, lambda _: [], may_be_elsewhere=lambda: True)
+    weights["a"] *= 2
+    save.compare_frozen = False
+    frozen.note(save, lambda _: [])
+    assert "WARNING" not in capfd.readouterr().out
+    save.compare_frozen = True
+    weights["a"] *= 2
+    frozen.note(save, lambda _: [])
+    assert "have changed since the last save or load: 1 float32[1001, 8]. " in capfd.readouterr().out
 
 
 def test_a_tied_weight_is_there_by_any_of_its_names() -> None:
