@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,10 @@ class Nodes(Agents):
         assert block.startswith(OWN_STORE + "torchrun ")
         words = shlex.split(block.removeprefix(OWN_STORE).replace("\\\n", " ").replace("data.yaml", str(data_yaml)))[1:]
         port = free_port()
-        words = [word.replace(":29400", f":{port}") for word in words]
+        # On two cores that other tests keep busy, nodes would be taken for lost, or come too late: see the document.
+        patient = ("max_attempt=5", "max_attempt=15"), ("last_call_timeout=2", "last_call_timeout=15")
+        for old, new in ((":29400", f":{port}"), *patient):
+            words = [word.replace(old, new) for word in words]
         words += f"--split 9,1,0 --megaresume-log-samples {self.log} {more}".split()
         env = {"MEGARESUME_CACHE": str(directory / "cache"), "PYTHONPATH": str(Path(__file__).parents[3])}
         super().__init__(directory, words, ENVIRONMENT | env, port if "--rdzv-endpoint" in words else None, directory)
@@ -55,7 +59,7 @@ class Nodes(Agents):
 
     def until(self, happened: Callable[[RunRecords], bool]) -> None:
         """Wait; all nodes must live meanwhile."""
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not (self.log.exists() and happened(self.records)):
             for name, agent in self.alive.items():
                 assert agent.poll() is None, f"{name}: {self.text(name)[-3000:]}"
@@ -106,7 +110,9 @@ def uninterrupted(runs: Any) -> Callable[[int], RunRecords]:
 
 def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     """3 nodes, one is killed; the other two go on in place; a third one comes. ZeRO 1, converted each time."""
-    job = nodes(NODES, "--exit-signal-handler --megaresume-stop-status 75 --save-interval 2 --megaresume-keep-last 2")
+    flags = "--exit-signal-handler --megaresume-stop-status 75 --save-interval 2 --megaresume-keep-last 2"
+    # A pause leaves the processor to those that start meanwhile, and the steps to compare are few.
+    job = nodes(NODES, f"{flags} --megaresume-min-step-seconds 0.3")
     for name in ("one", "two", "three"):
         job.start(name)
     reached = job.until_trained(dp=3)
@@ -124,10 +130,11 @@ def test_nodes_are_lost_and_won(nodes: Any, uninterrupted: Any) -> None:
     records = job.records
     assert compare(records, uninterrupted(max(records.steps))) is None
     sizes = [record["dp"] for _, record in sorted(records.steps.items())]
-    changes = [size for k, size in enumerate(sizes) if k == 0 or size != sizes[k - 1]]
-    assert changes[-3:] == [3, 2, 3]
+    # On a busy machine, one of two nodes may be late for a start; then the other one trains alone until it is there.
+    assert [size for size, _ in groupby(size for size in sizes if size > 1)][-3:] == [3, 2, 3]
     said = "".join(job.text(name) for name in ("one", "two", "three", "four"))
-    assert "| dp 3->2 " in said and "| dp 2->3 " in said and "| repeated 0 skipped 0 |" in said
+    assert all(f"| dp {before}->{after} " in said for before, after in pairwise(sizes) if before != after)
+    assert "| repeated 0 skipped 0 |" in said
     # Killed processes hold nothing: whoever comes takes their place without waiting.
     assert "is in use" not in said
 
@@ -195,7 +202,7 @@ def test_the_loop_around_the_deepspeed_launcher(data_yaml: Path, uninterrupted: 
     with open(tmp_path / "out", "wb") as out:
         shell = subprocess.Popen(["bash", "-c", loop], cwd=tmp_path, env=env, stdout=out, stderr=subprocess.STDOUT)
     try:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not (log.exists() and len(read_records(log).steps) > 3):
             assert shell.poll() is None and time.monotonic() < deadline, (tmp_path / "out").read_text()[-3000:]
             time.sleep(0.05)
