@@ -54,7 +54,7 @@ from megaresume.hosts.accelerate_backends import (
 from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last, saved_names
 from megaresume.hosts.feeds import Feed, feed_of
-from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, weights_of
+from megaresume.hosts.frozen import AS_THEN, GO_ON, FrozenWeights, entries, has_tensors, weights_of
 from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
@@ -121,6 +121,8 @@ _SCHEDULER = (
     "scheduler = accelerator.prepare(scheduler), or accelerator.register_for_checkpointing(scheduler), before "
     "megaresume.attach"
 )
+#: weights that a hook saves are compared as well, see `FrozenWeights.note`.
+_IN_HOOKS = "or, if a hook of yours saves them, let it keep their dtype"
 _INNER = "accelerator.register_for_checkpointing(optimizer.base_optimizer), of the optimizer as it was before prepare"
 
 
@@ -152,7 +154,7 @@ class AcceleratorHost(TrainerHost):
     def __init__(self, trainer: Any, data: DataLoader | StreamLoader) -> None:
         super().__init__(trainer)
         self.data, self.record = data, DataRecord()
-        self.frozen = FrozenWeights(lambda: weights_of(self._modules))
+        self.frozen = FrozenWeights(lambda: weights_of(self._modules), f"{AS_THEN}; {_IN_HOOKS}; or, {GO_ON}")
 
     def feed(self) -> Feed:
         """See `TrainerHost`."""

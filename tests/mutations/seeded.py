@@ -528,6 +528,18 @@ THE_FROZEN = (
         FROZEN_SUMS,
     ),
     Mutation(
+        "warn of weights that change and are saved elsewhere",
+        "(kinds := self._changed_since(before)) and not may_be():",
+        "(kinds := self._changed_since(before)):",
+        FROZEN_SUMS,
+    ),
+    Mutation(
+        "let DDP miss the weights that a model leaves out",
+        "full_state_dict=full, strict=is_whole)",
+        "full_state_dict=full)",
+        FROZEN,
+    ),
+    Mutation(
         "let PEFT leave out frozen weights that are trained",
         "            check_adapter(self.trainer, save.tag_dir)\n",
         "",
