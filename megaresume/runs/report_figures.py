@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megaresume.checkpoint.metrics.goodput import all_marks, goodput_of
+from megaresume.checkpoint.metrics.goodput import all_marks, goodput_of, shows_kills
 from megaresume.checkpoint.metrics.record import marks_of, meter_dir, read_lines, read_pulse
-from megaresume.checkpoint.records.position import reached_of, read_position
+from megaresume.checkpoint.records.position import read_position
 from megaresume.render import COLOURS, svg
 from megaresume.runs.directory import Run
 
@@ -43,7 +43,7 @@ def read_figures(run: Run) -> RunFigures | None:
     directory = meter_dir(run.root)
     measured = marks_of(read_lines(directory / "run.jsonl"), read_pulse(directory))
     entries, position = run.ledger.entries, read_position(run.root)
-    if not measured and position is None and not any(reached_of(entry.details) for entry in entries):
+    if not shows_kills(measured, entries, position):
         return None
     spent = goodput_of(all_marks(measured, entries, position))
     by_step: dict[int, Mapping[str, Any]] = {}

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megaresume.checkpoint.metrics.goodput import CAUSES, all_marks, goodput_of
+from megaresume.checkpoint.metrics.goodput import CAUSES, all_marks, goodput_of, shows_kills
 from megaresume.checkpoint.metrics.record import Mark, marks_of, meter_dir, parsed, read_lines, read_pulse
 from megaresume.checkpoint.records.names import is_mirror, split_root
 from megaresume.checkpoint.records.position import read_position
@@ -83,7 +83,8 @@ class Now(Answer):
     goodput: float | None
     badput: Mapping[str, float]
     starts: int
-    repeated: int
+    #: samples trained again; None if the run was not measured: the ledger does not show how far a killed process came.
+    repeated: int | None
     data_wait: float | None
     #: retried store requests; records found in cache_dir, and not found there. None: unknown.
     store_retries: int | None = None
@@ -133,7 +134,8 @@ def look(root: Path) -> Now:
     except MegaresumeError as error:
         notes.append(error.line)
     pulse, reading = read_pulse(directory), newest_reading(directory)
-    marks = all_marks(marks_of(read_lines(directory / "run.jsonl"), pulse), entries, read_position(root))
+    measured, position = marks_of(read_lines(directory / "run.jsonl"), pulse), read_position(root)
+    marks = all_marks(measured, entries, position)
     spent = goodput_of(marks)
     figures: Mapping[str, Any] = {} if reading is None else reading["figures"]
     last = marks[-1] if marks else Mark(event="", time=0.0, step=0, samples=0)
@@ -165,7 +167,7 @@ def look(root: Path) -> Now:
         goodput=spent.goodput if spent.seconds else None,
         badput=spent.badput,
         starts=spent.starts,
-        repeated=spent.repeated,
+        repeated=spent.repeated if spent.starts < 2 or shows_kills(measured, entries, position) else None,
         data_wait=figures.get("megaresume.data.wait"),
         store_retries=figures.get("megaresume.store.retries"),
         cache_hits=figures.get("megaresume.cache.hits"),
@@ -343,7 +345,8 @@ def _text(now: Now) -> str:
     if now.goodput is not None:
         lost = ", ".join(f"{cause} {spell_seconds(now.badput[cause])}" for cause in CAUSES if now.badput.get(cause))
         rows.append(["goodput", f"{100 * now.goodput:.2f} %" + (f"; {lost}" if lost else "")])
-    rows.append(["starts", f"{now.starts:,}, {now.repeated:,} samples trained again"])
+    again = "" if now.repeated is None else f", {now.repeated:,} samples trained again"
+    rows.append(["starts", f"{now.starts:,}{again}"])
     if now.memberships:
         rows.append(["replicas", _replicas(now.memberships)])
     if now.prompts is not None:

@@ -107,6 +107,20 @@ def test_what_a_restart_lost(run, capsys):
     assert starts[1]["layout"].startswith("dp 4")
 
 
+def test_what_was_trained_again_is_not_known_without_figures(run, capsys):
+    def starts():
+        assert main(["top", str(run.save), "--once", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert main(["top", str(run.save), "--once"]) == 0
+        (line,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["starts"]]
+        return found["repeated"], line.split(maxsplit=1)[1]
+
+    assert starts() == (0, "1, 0 samples trained again")
+    state = read_step_file(run.save / "megaresume" / "step_0000012.json").state
+    record_start(run.save, iteration=12, state=state, choice=None, topology=Topology(dp=2, global_batch_size=8))
+    assert starts() == (None, "2")
+
+
 def test_a_damaged_line_is_named_once(run, capsys):
     ledger = ledger_path(run.save)
     first, *rest = ledger.read_bytes().splitlines(keepends=True)

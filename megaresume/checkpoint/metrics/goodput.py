@@ -180,6 +180,15 @@ def all_marks(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position
     return marks
 
 
+def shows_kills(measured: Sequence[Mark], entries: Sequence[LedgerEntry], position: Position | None) -> bool:
+    """Whether anything shows how far a killed process had come: of a run that was not measured, the ledger does not.
+
+    Args:
+        measured, entries, position: see `all_marks`.
+    """
+    return bool(measured) or position is not None or any(reached_of(entry.details) for entry in entries)
+
+
 def has_gaps(measured: Sequence[Mark]) -> bool:
     """Whether any start before the last was not measured."""
     return bool(measured) and len(_by_attempt(measured)) < max(mark.attempt for mark in measured)
