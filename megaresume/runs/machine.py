@@ -319,7 +319,7 @@ def _space(directory: Path, newest: int | None, num_files: int | None) -> list[C
         found = f"{spell_bytes(free)} free; no checkpoint yet to compare with"
         return [_filesystem("space", "note", found)]
     found = f"{spell_bytes(free)} free, the newest checkpoint has {spell_bytes(newest)}"
-    action = "free space, or save elsewhere; --megaresume-keep-last K deletes old checkpoints"
+    action = "free space, or save elsewhere; keep_last=K, or --megaresume-keep-last K, deletes old checkpoints"
     if free < newest:
         first = _filesystem("space", "problem", found, action=action)
     elif free < 2 * newest:

@@ -223,6 +223,10 @@ def test_a_stream_that_ends(run: SavedRun, policy: str) -> None:
     assert warning["action"].startswith(f"--train-iters {last}, or")
     fitting = plan(run, "--data", data, "--on-change", "stage", "--train-iters", last)
     assert fitting["stream_ends"] is None and fitting["findings"] == []
+    # Without the length of the run, its end is that of the stream: no warning.
+    (end,) = plan(run, "--data", data, "--on-change", "stage")["findings"]
+    assert end["kind"] == "note"
+    assert end["headline"] == f"the stream ends at sample {report['stream_ends']:,}, after {last} whole steps"
 
 
 def test_epochs_left(run: SavedRun) -> None:

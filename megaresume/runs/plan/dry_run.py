@@ -219,11 +219,17 @@ def end_of_stream(launch: PlannedLaunch, data: PlannedData, end: Ending | None) 
         return None
     last = launch.steps_until(held)
     names = [s.name for s in data.config.sources if s.max_epochs is not None and s.on_exhausted != "repeat"]
-    if end is None or held < end.sample:
+    if end is None:
+        enough = "" if last is None else f", after {last} whole steps"
+        launch.findings.note(
+            f"the stream ends at sample {held:,}{enough}",
+            action=f"to train further, raise max_epochs of {', '.join(names)}",
+        )
+    elif held < end.sample:
         launch.findings.warn(
             "the stream ends before the run does",
-            found=f"{held} samples" + ("" if last is None else f", enough for {last} steps"),
-            expected="no end" if end is None else f"{end.sample} samples, for step {end.step}",
+            found=f"{held} samples" + ("" if last is None else f", enough for {last} whole steps"),
+            expected=f"{end.sample} samples, for step {end.step}",
             cause=f"sources with an end: {', '.join(names)}",
             action=("" if last is None else f"--train-iters {last}, or ")
             + f"in the data config raise max_epochs of {', '.join(names)} or set on_exhausted: repeat",
