@@ -86,6 +86,10 @@ class Feed(StreamData, Protocol):
         """Note that a step has trained the samples before this one."""
         return
 
+    def check_unread(self, sample: int) -> None:
+        """Check that nothing but the steps has read, which are at this sample. Raises StateError: something has."""
+        return
+
 
 class ItemFeed(Feed):
     """The items of a `DataLoader`.
@@ -125,7 +129,12 @@ class ItemFeed(Feed):
         return change_lines(self.loader.stream, self.loader.step_samples)
 
     def read(self, sample: int) -> Iterator[Any]:
-        """See `Feed`. Raises StateError: something else has read from the loader."""
+        """See `Feed`. Raises StateError: see `check_unread`."""
+        self.check_unread(sample)
+        return iter(self.loader)
+
+    def check_unread(self, sample: int) -> None:
+        """See `Feed`."""
         if self.loader.samples != sample:
             raise StateError(
                 "something else read from the loader",
@@ -136,7 +145,6 @@ class ItemFeed(Feed):
                 action="leave the loader to the trainer, or to `for batch in loop`; to look at a batch: "
                 "collate_fn([dataset[0], dataset[1]])",
             )
-        return iter(self.loader)
 
     @property
     def end(self) -> int | None:

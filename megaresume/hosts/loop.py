@@ -269,7 +269,13 @@ class Loop(StepLoop):
 
     @property
     def ends_step(self) -> bool:
-        """Whether the last micro-batch handed out ends its step; the same before and after `stepped`."""
+        """Whether the last micro-batch handed out ends its step; the same before and after `stepped`.
+
+        Raises:
+            StateError: the loop iterates over the loader itself. It would never step, and never save.
+        """
+        if self.steps.is_idle:
+            self.steps.feed.check_unread(self.steps.samples)
         return self.steps.ends_step
 
     def stepped(self) -> None:

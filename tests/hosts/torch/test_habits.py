@@ -107,6 +107,15 @@ def read_the_loader(t: Tried) -> None:
         t.train(batch)
 
 
+def read_the_loader_and_ask(t: Tried) -> None:
+    """It would never step, never save, and begin anew at every start."""
+    for batch in t.loader:
+        t.model(batch.float()).sum().backward()
+        t.optimizer.step()
+        if t.loop.ends_step:
+            t.loop.stepped()
+
+
 def evaluate_with_the_loader(t: Tried) -> None:
     t.train_one()
     for _ in t.loader:
@@ -179,6 +188,7 @@ def catch_the_error(t: Tried) -> None:
         (train_twice, "no micro-batch was taken for it"),
         (step_twice, r"second step, and no micro-batch(.|\n)*step of SGD, with samples 0 to 3 taken since step 0"),
         (read_the_loader, r"no micro-batch was taken(.|\n)*for batch in loop"),
+        (read_the_loader_and_ask, r"something else read from the loader(.|\n)*for batch in loop"),
         (evaluate_with_the_loader, "something else read(.|\n)*sample 100; the steps of the run at sample 4"),
         (evaluate_with_the_loop, "taken and not trained"),
         (save_before_the_step, r"in the middle of a step(.|\n)*end a step if loop\.ends_step"),
