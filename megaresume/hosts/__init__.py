@@ -11,7 +11,7 @@
                  prompt_order.py: the item of each; tickets.py: identifies a returning rollout
     files.py     checkpoints by torch.distributed.checkpoint, also in the background, or in one file;
                  optimizer_states.py: an optimizer in them; replicas.py: whether what they save once is equal on all
-                 ranks; left_out.py: learning rates that they lack, or save too early
+                 ranks; unsaved.py: learning rates that they lack, or save too early
     frozen.py    whether weights that a checkpoint lacks are trained, and those of the run
     contract.py  `HostContract`: what every host must do, as tests for authors of hosts; driver.py: its runs
 

@@ -55,11 +55,11 @@ from megaresume.hosts.attach import check_new, refuse, replaced
 from megaresume.hosts.deepspeed.engine import forget_gradients, raising_last, saved_names
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.frozen import AS_THEN, GO_ON, FrozenWeights, entries, has_tensors, weights_of
-from megaresume.hosts.left_out import Beginning, check_all, check_schedulers
 from megaresume.hosts.loop import StepLoop
 from megaresume.hosts.replicas import hashes_of_states, warn_of_differing
 from megaresume.hosts.steps import loop_words
 from megaresume.hosts.trainer import Hook, TrainerHost, check_checkpoints, check_together, write_all
+from megaresume.hosts.unsaved import Beginning, check_all, check_schedulers
 from megaresume.stream.errors import UsageError
 
 #: See `check_loadable`.

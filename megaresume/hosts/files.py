@@ -36,7 +36,7 @@ from megaresume.checkpoint.file_errors import writing
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
 from megaresume.hosts.attach import kind_of
-from megaresume.hosts.frozen import entries, left_out, weights_of
+from megaresume.hosts.frozen import entries, unsaved, weights_of
 from megaresume.hosts.optimizer_states import (
     Named,
     State,
@@ -161,7 +161,7 @@ class Objects:
         for name, module in self.modules.items():
             # A wrapper such as DDP does not ask a module within it whether it misses what its state_dict leaves out.
             there = entries({name: states[name]})
-            is_whole = not left_out(weights_of({name: module}), there)
+            is_whole = not unsaved(weights_of({name: module}), there)
             options = StateDictOptions(full_state_dict=full, strict=is_whole)
             found = set_model_state_dict(module, states[name], options=options)
             if not is_whole and found is not None and (unknown := list(found.unexpected_keys)):

@@ -10,7 +10,7 @@ load compares: see `FrozenWeights`.
     up to `ROUNDING`    a warning: computed again on other hardware, or with another number of threads
     more                refused
 
-Weights that are trained are refused at the save, see `left_out`. Where a program may save them by itself, they are
+Weights that are trained are refused at the save, see `unsaved`. Where a program may save them by itself, they are
 compared like the others.
 
 Values that cannot be read are counted and not compared: on the meta device, swapped out, divided in another way. Of
@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 
 from megaresume.checkpoint.ranks import gather, is_rank_0, on_all_ranks, on_rank_0
 from megaresume.checkpoint.saver import Save
-from megaresume.hosts.left_out import own_tensors
+from megaresume.hosts.unsaved import own_tensors
 from megaresume.stream.errors import CheckpointError, StateError, listed
 
-#: the names of a state's entries, as those of the weights that are given: see `left_out`. Rank 0's count.
+#: the names of a state's entries, as those of the weights that are given: see `unsaved`. Rank 0's count.
 Saved = Callable[[Mapping[str, torch.Tensor]], Iterable[str]]
 #: "bfloat16[64, 64]" -> number of tensors, projection, sum of squares; None: some of them cannot be read.
 Summary = Mapping[str, Sequence[Any]]
@@ -81,7 +81,7 @@ class FrozenWeights:
 
         Args:
             saved: what it holds; not called if there are no weights. May be collective.
-            optimizers, may_be_elsewhere: see `left_out`; with ``compare_frozen=False``, they always may.
+            optimizers, may_be_elsewhere: see `unsaved`; with ``compare_frozen=False``, they always may.
         """
 
         def may_be() -> bool:
@@ -105,7 +105,7 @@ class FrozenWeights:
 
         def find() -> list[str]:
             names = saved(weights) if weights else ()
-            return left_out(weights, names, optimizers, may_be_elsewhere=may_be_elsewhere)
+            return unsaved(weights, names, optimizers, may_be_elsewhere=may_be_elsewhere)
 
         found = on_all_ranks(find)
         if not (names := on_rank_0(lambda: found)):
@@ -152,7 +152,7 @@ def saved_name(key: str) -> str:
     return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
 
 
-def left_out(
+def unsaved(
     weights: Mapping[str, torch.Tensor],
     saved: Iterable[str],
     optimizers: Iterable[Any] = (),
@@ -223,7 +223,7 @@ def has_tensors(objects: Iterable[Any]) -> bool:
 
 
 def entries(states: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The names of the entries of modules' states: see `left_out`."""
+    """The names of the entries of modules' states: see `unsaved`."""
     return [f"{name}.{saved_name(key)}" for name, state in states.items() for key in state]
 
 

@@ -37,10 +37,10 @@ from megaresume.hosts import files
 from megaresume.hosts.feeds import Feed, feed_of
 from megaresume.hosts.files import Background
 from megaresume.hosts.frozen import FrozenWeights, entries, has_tensors, weights_of
-from megaresume.hosts.left_out import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
 from megaresume.hosts.parallelism import check_averaged, check_together, discard_unreduced, reshard, unreduced
 from megaresume.hosts.replicas import check_parameters, warn_of_differing
 from megaresume.hosts.trainer import TrainerHost, write_all
+from megaresume.hosts.unsaved import Beginning, check_all, check_schedulers, gradients_at_save, warn_of_gradients
 from megaresume.stream.errors import UsageError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megaresume.checkpoint.ranks import gather, known_to_all
 from megaresume.hosts.feeds import LEAVE_OUT
-from megaresume.hosts.left_out import living_objects
+from megaresume.hosts.unsaved import living_objects
 from megaresume.stream.errors import UsageError, listed
 
 

@@ -43,8 +43,8 @@ from megaresume.hosts.count import Words
 from megaresume.hosts.feeds import Feed, check_same_data, check_shares
 from megaresume.hosts.files import Background
 from megaresume.hosts.frozen import FrozenWeights
-from megaresume.hosts.left_out import stepped_after_save
 from megaresume.hosts.steps import Steps, loop_words
+from megaresume.hosts.unsaved import stepped_after_save
 from megaresume.stream.errors import UsageError
 
 T = TypeVar("T")

@@ -39,8 +39,8 @@ from megaresume.hosts.deepspeed.load_rules import (
     remove_converted,
 )
 from megaresume.hosts.frozen import FrozenWeights, weights_of
-from megaresume.hosts.left_out import warn_of_scheduler
 from megaresume.hosts.token_losses import LogitLosses
+from megaresume.hosts.unsaved import warn_of_scheduler
 from megaresume.stream.batches import Balance, BatchSchedule
 from megaresume.stream.errors import CheckpointError, MegaresumeError, UsageError
 

@@ -30,7 +30,7 @@ from tests.hosts.conftest import write_corpus
 from tests.hosts.hugging_face.accelerated import accelerator_of, run
 from tests.hosts.torch.program import Numbers
 from tests.hosts.torch.record import items, launch_forked, trained
-from tests.hosts.torch.test_left_out import Average
+from tests.hosts.torch.test_unsaved import Average
 
 pytestmark = pytest.mark.process
 
@@ -419,7 +419,7 @@ def test_a_program_that_writes_its_model_itself(
     drawn = torch.rand(1)  # by the next step
     tried.loop.close()
     said = capfd.readouterr().out
-    assert ("no checkpoint holds the state of tests.hosts.torch.test_left_out.Average" in said) == (not written)
+    assert ("no checkpoint holds the state of tests.hosts.torch.test_unsaved.Average" in said) == (not written)
     assert "random numbers were drawn" not in said
     again = Hooked()
     again.accelerator.load_state()

@@ -31,8 +31,8 @@ from megaresume.hosts.frozen import (
     below_adapters,
     check_frozen,
     entries,
-    left_out,
     summarize,
+    unsaved,
     weights_of,
 )
 from megaresume.hosts.hugging_face_weights import check_adapter
@@ -288,7 +288,7 @@ def test_weights_that_change_between_saves_are_a_warning(capfd: pytest.CaptureFi
 def test_a_tied_weight_is_there_by_any_of_its_names() -> None:
     one, two = (nn.Parameter(torch.ones(1), requires_grad=False) for _ in range(2))
     weights = {"a": one, "b": one, "c": two, "d": two}
-    assert left_out(weights, ["b"]) == ["d"]
+    assert unsaved(weights, ["b"]) == ["d"]
 
 
 def stepped(net: nn.Module, kind: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -305,21 +305,21 @@ def test_a_trained_weight_that_a_state_leaves_out_is_refused(capfd: pytest.Captu
     weights = weights_of({"0": net})
     adam, sgd = stepped(net, torch.optim.Adam), stepped(net, torch.optim.SGD)
     with pytest.raises(CheckpointError, match=r"a state without weight\n(.|\n)*compare_frozen=False"):
-        left_out(weights, ["0.bias"], [adam])
-    assert left_out(weights, ["0.bias"], [sgd]) == ["0.weight"]  # which shows nothing
+        unsaved(weights, ["0.bias"], [adam])
+    assert unsaved(weights, ["0.bias"], [sgd]) == ["0.weight"]  # which shows nothing
     net.weight.grad = torch.ones(2, 2)
     with pytest.raises(CheckpointError):
-        left_out(weights, ["0.bias"], [sgd])
+        unsaved(weights, ["0.bias"], [sgd])
     assert "WARNING" not in capfd.readouterr().out
-    assert left_out(weights, ["0.bias", "0.other"], [adam]) == ["0.weight"]
+    assert unsaved(weights, ["0.bias", "0.other"], [adam]) == ["0.weight"]
     assert "WARNING: the state of the model lacks weights that are trained: weight." in capfd.readouterr().out
-    assert left_out(weights, [], [adam], may_be_elsewhere=lambda: True) == ["0.weight", "0.bias"]
+    assert unsaved(weights, [], [adam], may_be_elsewhere=lambda: True) == ["0.weight", "0.bias"]
     assert "lacks weights that are trained: weight, bias." in capfd.readouterr().out
     net.weight.requires_grad_(False)
     net.weight.grad = None
     with pytest.raises(CheckpointError, match=r"a state without weight\n"):  # it was trained before
-        left_out(weights, ["0.bias"], [adam])
-    assert left_out(weights, ["0.bias"], [torch.optim.Adam(net.parameters())]) == ["0.weight"]
+        unsaved(weights, ["0.bias"], [adam])
+    assert unsaved(weights, ["0.bias"], [torch.optim.Adam(net.parameters())]) == ["0.weight"]
     assert "WARNING" not in capfd.readouterr().out
 
 
@@ -331,7 +331,7 @@ def test_an_untrained_weight_of_an_optimizer_may_be_left_out(kind: Any) -> None:
     net["used"](torch.ones(2)).sum().backward()
     optimizer.step()
     names = ["0.used.weight", "0.used.bias"]
-    assert left_out(weights_of({"0": net}), names, [optimizer]) == ["0.other.weight", "0.other.bias"]
+    assert unsaved(weights_of({"0": net}), names, [optimizer]) == ["0.other.weight", "0.other.bias"]
 
 
 def test_names_without_wrappers_and_buffers_that_are_saved() -> None:

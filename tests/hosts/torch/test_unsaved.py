@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megaresume
-from megaresume.hosts.left_out import warn_of_scheduler
+from megaresume.hosts.unsaved import warn_of_scheduler
 from megaresume.stream.errors import UsageError
 from tests.hosts.torch.program import Numbers
 
@@ -370,7 +370,7 @@ def test_modules_that_steps_change_are_named(tmp_path: Path, given: bool, capfd:
     run.loop.close()
     said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
     assert len(said) == (not given)
-    assert given or "the state of tests.hosts.torch.test_left_out.Center, torch.nn.modules.container.Seq" in said[0]
+    assert given or "the state of tests.hosts.torch.test_unsaved.Center, torch.nn.modules.container.Seq" in said[0]
 
 
 class Average:
@@ -412,7 +412,7 @@ def test_an_average_that_is_no_module(tmp_path: Path, given: str, capfd: pytest.
     run.loop.close()
     said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
     assert len(said) == (not given)
-    assert given or "the state of tests.hosts.torch.test_left_out.Average: each" in said[0]
+    assert given or "the state of tests.hosts.torch.test_unsaved.Average: each" in said[0]
 
 
 @pytest.mark.parametrize("scores", [{}, {"lora_A": torch.ones(1)}], ids=["not yet", "collected"])
