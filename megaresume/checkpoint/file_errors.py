@@ -33,19 +33,19 @@ def writing(tag_dir: Path) -> Iterator[None]:
     except Exception as error:
         if _is_known(error):
             raise
-        if not _is_of_disk(error):
+        if (of_disk := _of_disk(error)) is None:
             raise CheckpointError(
                 f"the checkpoint {tag_dir.name} could not be written; the pointers stay as they were",
                 found=_words(error),
                 cause="what is to be saved, or a function of yours that is called in a save, raises this",
-                action="correct what the traceback names, and start again: the checkpoint before this one is kept",
+                action="correct what the traceback names, and start again: checkpoints before this one are kept",
             ) from error
         raise CheckpointError(
             f"the files of the checkpoint {tag_dir.name} could not be written; the pointers stay as they were",
             found=_words(error) + _room(tag_dir.parent),
             expected=f"room and permission to write in {tag_dir}",
-            cause="the disk is full, the quota is used up, or the filesystem has become read-only",
-            action="make room, then start again: the checkpoint before this one is untouched",
+            cause=of_disk[0],
+            action=f"{of_disk[1]}; then start again: checkpoints before this one are untouched",
         ) from error
 
 
@@ -167,15 +167,24 @@ def _raised_in(error: BaseException) -> str | None:
 _OF_DISK = re.compile(r"PytorchStreamWriter|inline_container|iostream error|Parent directory|os error [0-9]|I/O error")
 
 
-def _is_of_disk(error: BaseException | None) -> bool:
-    """Whether an error of a save, or what it was raised from, is the system's about a file."""
+#: the cause and the next action if an error does not say which one of the system's it is.
+_ANY_OF_DISK = (
+    "the disk is full, the quota or a limit (ulimit -f) is used up, or the filesystem has become read-only",
+    "make room, or save elsewhere",
+)
+
+
+def _of_disk(error: BaseException | None) -> tuple[str, str] | None:
+    """The likely cause, and the next action, if an error of a save, or what it was raised from, is the system's about a
+    file.
+    """
     if error is None:
-        return False
+        return None
     if isinstance(error, OSError):
-        return error.errno in CAUSES
+        return CAUSES.get(error.errno or 0)
     inner = (cause for cause, _ in getattr(error, "failures", {}).values())
-    found = _OF_DISK.search(str(error)) or any(map(_is_of_disk, inner))
-    return bool(found) or _is_of_disk(error.__cause__ or error.__context__)
+    found = next(filter(None, map(_of_disk, (*inner, error.__cause__ or error.__context__))), None)
+    return found or (_ANY_OF_DISK if _OF_DISK.search(str(error)) else None)
 
 
 def _is_known(error: Exception) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import resource
+from collections.abc import Callable
 from pathlib import Path
 from traceback import StackSummary
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,11 @@ from megaresume.checkpoint.file_errors import reading, writing
 from megaresume.checkpoint.load.search import Choice
 from megaresume.checkpoint.records.manifest import FileEntry, Manifest
 from megaresume.stream.errors import CheckpointError, StateError
+
+
+def pickle_tensor(tensor: Any, path: Path) -> None:
+    """Write it without torch's own writer."""
+    path.write_bytes(pickle.dumps(tensor))
 
 
 def choice(directory: Path, checksum: str | None) -> Choice:
@@ -36,6 +45,23 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
     with refused as caught, writing(tmp_path / "global_step4"):
         raise OSError(28, "No space left on device")
     assert "No space left on device" in str(caught.value) and "GB are free in" in str(caught.value)
+    assert caught.value.cause == "the disk is full"
+
+
+@pytest.mark.parametrize("save", [pickle_tensor, torch.save])
+def test_a_limit_on_the_size_of_files(tmp_path: Path, save: Callable[[Any, Path], None]) -> None:
+    """Then the disk is not full. torch's own writer does not hand on what the system says."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    refused = pytest.raises(CheckpointError, match="the files of the checkpoint global_step4 could not be written")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, hard))
+    try:
+        with refused as caught, writing(tmp_path / "global_step4"):
+            save(torch.zeros(100_000), tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert ("the disk is full" in str(caught.value.cause)) == (save is torch.save)
+    assert "ulimit -f" in str(caught.value)
+    assert str(caught.value.action).endswith("; then start again: checkpoints before this one are untouched")
 
 
 @pytest.mark.parametrize(
