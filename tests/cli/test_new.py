@@ -133,6 +133,8 @@ def test_it_runs_and_goes_on_exactly_after_a_kill(tmp_path: Path, name: str) -> 
     saved = kill_at // 20 * 20
     assert steps - saved <= len(resumed) <= steps - saved + 20 and resumed == whole[-len(resumed) :]
     assert megaresume("latest", tmp_path / "cut" / _saves(name), "--iteration").stdout.strip() == str(steps)
+    if name == "torch":  # whose data ends with the run
+        assert megaresume("plan", tmp_path / "cut" / _saves(name)).stdout.startswith("FINISHED: global_step160 ")
 
 
 @pytest.mark.process
@@ -174,5 +176,5 @@ def test_a_full_disk_leaves_nothing_in_the_way(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert done.returncode == 1 and f"cannot write {tmp_path}" in done.stderr
-    assert list((tmp_path / "here").iterdir()) == []
+    assert not (tmp_path / "here").exists()
     assert megaresume("new", "deepspeed", tmp_path / "here").returncode == 0

@@ -327,6 +327,8 @@ class DryRun(Answer):
             return "refused"
         if self.found.kind == "fresh":
             return "fresh"
+        if self.state is not None and self.stream_ends is not None and self.stream_ends <= self.state.samples:
+            return "finished"
         return "finished" if self.ending is not None and self.ending.finished else "resumes"
 
     @told
