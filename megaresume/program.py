@@ -55,7 +55,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "latest": (
             "runs.latest",
-            "print the newest complete checkpoint of Megatron-LM, DeepSpeed, VeRL or Hugging Face, for scripts",
+            "print the newest complete checkpoint, also of Megatron-LM, DeepSpeed, VeRL or Hugging Face alone",
         ),
         "plan": (
             "runs.plan.command",

@@ -123,8 +123,11 @@ def run(args: argparse.Namespace) -> int:
             expected="a directory without them",
             action=f"megaresume new {args.trainer} ANOTHER_DIRECTORY",
         )
+    is_new = not directory.exists()
     make_dir(directory)
     with contextlib.ExitStack() as undo:  # what is left half-written would be in the way of the next attempt
+        if is_new:
+            undo.callback(_remove_empty, directory)
         for name, text in texts.items():
             write_atomic(directory / name, text)
             undo.callback((directory / name).unlink, missing_ok=True)
@@ -137,6 +140,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"  {start.command}\n")
     print("Kill it at any time, even with kill -9, and run the same command again: it continues exactly.")
     return 0
+
+
+def _remove_empty(directory: Path) -> None:
+    with contextlib.suppress(OSError):
+        directory.rmdir()
 
 
 def _prepare(data: str, directory: Path) -> None:

@@ -264,7 +264,7 @@ def _by_stage(plan: Plan, course: Course, given_up: list[tuple[int, Plan]]) -> I
 def _ended(position: int, stop: int | None, history: History) -> StreamExhausted:
     return StreamExhausted(
         "the stream ends before that",
-        found=f"the stream has {position} samples" + ("" if stop is None else f", {stop} were asked for"),
+        found=f"the stream has {position} samples" + ("" if stop is None else f"; samples up to {stop} are asked for"),
         expected=f"samples up to {position}",
         cause="a source has a max_epochs with on_exhausted: stop, or all sources have ended",
         action=f"megaresume inspect {history.root} shows the sources",
