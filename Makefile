@@ -35,10 +35,11 @@ test:  TIER  = -m "not release" --durations 25
 test:  BOUND = 15
 
 # Types are checked beside the tests, which takes a minute in a new clone; what is found is said after them.
-# There, the tests are compiled first: otherwise each worker would do it for itself, half a minute of a core.
+# There, the tests and most kernels are compiled first: otherwise each worker would do it for itself, a minute of a core.
 check test: $(STAMP) lint
 	@$(BIN)/mypy > $(VENV)/.types 2>&1 & types=$$!; \
-  [ -d tests/__pycache__ ] || $(BIN)/python -m pytest --collect-only -q > $(VENV)/.compiled; \
+  [ -d tests/__pycache__ ] || { $(BIN)/python -m pytest -q --collect-only; \
+    $(BIN)/python -m pytest -q tests/batches/test_balanced_items.py; } > $(VENV)/.compiled; \
   $(PYTEST) $(TIER); tests=$$?; \
   wait $$types; types=$$?; cat $(VENV)/.types; [ $$tests = 0 -a $$types = 0 ]; $(call took,$(BOUND))
 
