@@ -55,6 +55,13 @@ class Run:
         self.loop.close()
         return rates
 
+    def warned_at_save(self, capfd: pytest.CaptureFixture[str]) -> list[str]:
+        """Save, and end; the lines about what no checkpoint holds."""
+        capfd.readouterr()
+        self.loop.save()
+        self.loop.close()
+        return [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+
 
 def test_a_rate_continues(tmp_path: Path) -> None:
     rates: list[float] = []
@@ -320,10 +327,7 @@ def test_what_was_forgotten_is_named(
         run.loop.stepped()
         if run.loop.step == 2:
             break
-    capfd.readouterr()
-    run.loop.save()
-    run.loop.close()
-    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    said = run.warned_at_save(capfd)
     named = {"optimizer": "SGD", "average": "AveragedModel", "scaler": "GradScaler"}
     assert len(said) == bool(forgotten)
     assert [name for name in named if said and named[name] in said[0]] == [forgotten] * len(said)
@@ -365,10 +369,7 @@ def test_modules_that_steps_change_are_named(tmp_path: Path, given: bool, capfd:
     for ours, average in zip(model.parameters(), teacher.parameters(), strict=True):
         average.data.mul_(0.9).add_(ours.detach(), alpha=0.1)
     run.loop.stepped()
-    capfd.readouterr()
-    run.loop.save()
-    run.loop.close()
-    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    said = run.warned_at_save(capfd)
     assert len(said) == (not given)
     assert given or "the state of tests.hosts.torch.test_unsaved.Center, torch.nn.modules.container.Seq" in said[0]
 
@@ -407,10 +408,7 @@ def test_an_average_that_is_no_module(tmp_path: Path, given: str, capfd: pytest.
     if given != "not updated":
         average.update(model.parameters())
     run.loop.stepped()
-    capfd.readouterr()
-    run.loop.save()
-    run.loop.close()
-    said = [line for line in capfd.readouterr().out.splitlines() if "no checkpoint holds" in line]
+    said = run.warned_at_save(capfd)
     assert len(said) == (not given)
     assert given or "the state of tests.hosts.torch.test_unsaved.Average: each" in said[0]
 
