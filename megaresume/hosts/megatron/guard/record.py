@@ -304,7 +304,7 @@ def array_digest(array: Array, what: str) -> str:
         array: integers of any shape; may be memory-mapped.
         what: its name in the progress display.
     """
-    key = _file_key(array)
+    key = _file_key(getattr(array, "filename", None), array.shape)
     if key is not None and key in _memo:
         return _memo[key]
     held = _held.get(id(array))
@@ -329,12 +329,12 @@ def _chunks(array: Array) -> Iterator[Array]:
         yield array[start : start + rows]
 
 
-def _file_key(array: Array) -> tuple[object, ...] | None:
-    filename = getattr(array, "filename", None)
-    if filename is None or not Path(filename).is_file():
+def _file_key(path: Any, what: object) -> tuple[object, ...] | None:
+    """The key of a digest of a part of a file, as the file is now; None: there is no such file."""
+    if path is None or not Path(path).is_file():
         return None
-    stat = Path(filename).stat()
-    return str(filename), stat.st_ino, stat.st_size, stat.st_mtime_ns, array.shape
+    stat = Path(path).stat()
+    return str(path), stat.st_ino, stat.st_size, stat.st_mtime_ns, what
 
 
 def index_arrays(dataset: Any) -> dict[str, Array]:
@@ -432,6 +432,7 @@ class Corpus:
 
 def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | None:
     """The size in bytes of a file without .idx, and a hash of all its bytes; of parts, if there are more than `_WHOLE`.
+    An unchanged file is hashed only once.
 
     Bytes that are appended change nothing if the size before is passed.
 
@@ -446,6 +447,9 @@ def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | 
         return None
     found = os.path.getsize(path)
     size = found if size is None else min(size, found)
+    key = _file_key(path, size)
+    if key is not None and key in _memo:
+        return size, _memo[key]
     hasher = xxhash.xxh3_64()
     if size > _WHOLE:
         _sample(hasher, path, 0, size)
@@ -454,7 +458,10 @@ def contents_of(path: str | None, size: int | None = None) -> tuple[int, str] | 
             while block := file.read(min(_BLOCK, size - file.tell())):
                 hasher.update(block)
                 advance(len(block))
-    return size, hasher.hexdigest()
+    digest = hasher.hexdigest()
+    if key is not None:
+        _memo[key] = digest
+    return size, digest
 
 
 def _sample(hasher: xxhash.xxh3_64, path: str, start: int, stop: int) -> None:
